@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints on disk: tensor names, safetensors, tokenizer."""
