@@ -1,0 +1,45 @@
+"""The one transition of the gated delta rule; verify, Fold and the reference all call it.
+
+Layouts: state `[..., Hv, Dk, Dv]` float32 (the Hugging Face cache layout; the minor axis is Dv
+so that both reductions below run over a major axis), key and query raw `[..., Hk, Dk]`,
+value `[..., Hv, Dv]`, log decay g and beta `[..., Hv]`.
+
+References: Gated Delta Networks (Yang et al., 2024), section 3.
+"""
+
+import jax
+import jax.numpy as jnp
+
+L2_EPS = 1e-6
+
+
+def l2_normalise(x: jax.Array) -> jax.Array:
+    """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def per_value_head(x: jax.Array, value_heads: int) -> jax.Array:
+    """`[..., Hk, D] -> [..., Hv, D]`: value head j reads key head `j // (Hv / Hk)`."""
+    return jnp.repeat(x, value_heads // x.shape[-2], axis=-2)
+
+
+def transition(
+    state: jax.Array, key_hat: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array
+) -> jax.Array:
+    """One token. `key_hat [..., Hv, Dk]` is normalised and already per value head.
+
+    Returns:
+      The next state `[..., Hv, Dk, Dv]`.
+    """
+    decayed = jnp.exp(g)[..., None, None] * state
+    # The error is read from the already decayed state.
+    error = value - jnp.sum(decayed * key_hat[..., :, None], axis=-2)
+    update = beta[..., None] * error
+    return decayed + key_hat[..., :, None] * update[..., None, :]
+
+
+def read(state: jax.Array, query_hat: jax.Array) -> jax.Array:
+    """`S q / sqrt(Dk)`: output `[..., Hv, Dv]` of normalised queries `[..., Hv, Dk]`."""
+    scale = query_hat.shape[-1] ** -0.5
+    return jnp.sum(state * query_hat[..., :, None], axis=-2) * scale

@@ -1,0 +1,385 @@
+"""gated_delta_rule against the reference package's outputs and a float64 recurrence.
+
+Two levels, kept apart: numbers within a stated tolerance, and Fold against verify to the bit.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta_rule
+from pallas_kernels.gated_delta_rule.transition import l2_normalise
+
+# The reference's own two forms differ by 5e-7 here; outputs and states are numbers near 1, sums
+# of some tens of float32 products.
+CLOSE = dict(rtol=5e-6, atol=5e-6)
+
+NAMES = ("query", "key", "value", "g", "beta", "state")
+
+
+def recurrence(query, key, value, g, beta, state):
+    """One row, token by token in float64: outputs `[T, Hv, Dv]`, states `[T + 1, Hv, Dk, Dv]`."""
+    query, key, value, g, beta, state = (
+        np.asarray(x, np.float64) for x in (query, key, value, g, beta, state)
+    )
+    key_dim = key.shape[-1]
+    ratio = value.shape[1] // key.shape[1]
+    outputs, states = np.zeros(value.shape), [state]
+    for t in range(len(value)):
+        state = state.copy()
+        for head in range(value.shape[1]):
+            q, k = query[t, head // ratio], key[t, head // ratio]
+            q, k = (x / np.sqrt((x * x).sum() + 1e-6) for x in (q, k))
+            state[head] *= np.exp(g[t, head])
+            error = value[t, head] - k @ state[head]
+            state[head] += beta[t, head] * np.outer(k, error)
+            outputs[t, head] = q @ state[head] / np.sqrt(key_dim)
+        states.append(state)
+    return outputs, np.stack(states)
+
+
+def inputs(rng, rows, tokens, key_heads=2, value_heads=4, key_dim=8, value_dim=12):
+    """Random arguments `(query, key, value, g, beta, state)` with decays spread over (0, 1)."""
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    g = -np.exp(rng.uniform(-5, 1, size=(rows, tokens, value_heads)))
+    return (
+        normal(rows, tokens, key_heads, key_dim),
+        normal(rows, tokens, key_heads, key_dim),
+        normal(rows, tokens, value_heads, value_dim),
+        g.astype(np.float32),
+        rng.uniform(size=(rows, tokens, value_heads)).astype(np.float32),
+        normal(rows, value_heads, key_dim, value_dim),
+    )
+
+
+def filled(args, live, junk):
+    """`args` with `junk` in every token from `live[b]` on; the state is left alone."""
+    tokens = [x.copy() for x in args[:5]]
+    for x in tokens:
+        for row, count in enumerate(live):
+            x[row, count:] = junk
+    return (*tokens, args[5])
+
+
+class GatedDeltaRuleCases:
+    """Every backend inherits these; `implementation` names it."""
+
+    implementation = None
+    compiled = True
+
+    def bind(self, function):
+        def run(*args):
+            return function(*args, implementation=self.implementation)
+
+        return jax.jit(run) if self.compiled else run
+
+    @property
+    def prefill(self):
+        return self.bind(gated_delta_rule.prefill)
+
+    @property
+    def verify(self):
+        return self.bind(gated_delta_rule.verify)
+
+    @property
+    def fold(self):
+        return self.bind(gated_delta_rule.fold)
+
+    # --- level 1: numbers ---
+
+    def test_equals_the_reference_package(self, kernel_oracle):
+        lengths = sorted(int(m[1]) for m in map(re.compile(r"gdn\.T(\d+)\.q").match, kernel_oracle)
+                         if m)  # fmt: skip
+        assert lengths
+        for length in lengths:
+            x = {
+                name.removeprefix(f"gdn.T{length}."): tensor
+                for name, tensor in kernel_oracle.items()
+                if name.startswith(f"gdn.T{length}.")
+            }
+            args = [x[name] for name in ("q", "k", "v", "g", "beta")]
+            live = np.full(len(x["q"]), length, np.int32)
+            for case, state in (("zero", np.zeros_like(x["s0"])), ("init", x["s0"])):
+                output, after = self.prefill(*args, state, live)
+                for form in ("chunk", "rec"):
+                    where = f"T={length} {case} {form}"
+                    np.testing.assert_allclose(
+                        output, x[f"{case}.{form}_out"], **CLOSE, err_msg=where
+                    )
+                    np.testing.assert_allclose(
+                        after, x[f"{case}.{form}_state"], **CLOSE, err_msg=where
+                    )
+                if length > 16:
+                    continue  # wider than any verify block
+                output = self.verify(*args, state, live)
+                np.testing.assert_allclose(output, x[f"{case}.rec_out"], **CLOSE)
+                folded = self.fold(*(a[None] for a in (state, *args[1:])), live)[0]
+                np.testing.assert_allclose(folded, x[f"{case}.rec_state"], **CLOSE)
+
+    @pytest.mark.parametrize(
+        "key_heads, value_heads, key_dim, value_dim",
+        [(1, 1, 8, 8), (1, 4, 8, 12), (2, 4, 16, 8), (3, 9, 24, 16), (2, 2, 5, 3)],
+    )
+    def test_head_ratios(self, rng, key_heads, value_heads, key_dim, value_dim):
+        args = inputs(rng, 2, 19, key_heads, value_heads, key_dim, value_dim)
+        live = np.array([19, 11], np.int32)
+        output, after = self.prefill(*args, live)
+        verified = self.verify(*args, live)
+        for row, count in enumerate(live):
+            expected, states = recurrence(*(x[row] for x in args))
+            np.testing.assert_allclose(output[row, :count], expected[:count], **CLOSE)
+            np.testing.assert_allclose(verified[row, :count], expected[:count], **CLOSE)
+            np.testing.assert_allclose(after[row], states[count], **CLOSE)
+
+    @pytest.mark.parametrize("junk", [np.nan, 1e30])
+    def test_lengths_around_a_chunk_and_junk_after_them(self, rng, junk):
+        live = np.array([0, 1, 2, 63, 64, 65, 127, 128, 129], np.int32)
+        args = inputs(rng, len(live), 130, 1, 2, 8, 8)
+        output, after = self.prefill(*filled(args, live, junk), live)
+        assert np.isfinite(output).all()
+        for row, count in enumerate(live):
+            expected, states = recurrence(*(x[row] for x in args))
+            where = f"{count} live tokens"
+            np.testing.assert_allclose(
+                output[row, :count], expected[:count], **CLOSE, err_msg=where
+            )
+            np.testing.assert_allclose(after[row], states[count], **CLOSE, err_msg=where)
+
+    def test_verify_gives_zero_in_dead_columns(self, rng):
+        live = np.array([0, 1, 4, 5], np.int32)
+        args = inputs(rng, 4, 5)
+        output = np.asarray(self.verify(*filled(args, live, np.nan), live))
+        for row, count in enumerate(live):
+            expected, _ = recurrence(*(x[row] for x in args))
+            np.testing.assert_allclose(output[row, :count], expected[:count], **CLOSE)
+            assert not output[row, count:].any()
+
+    def test_long_run_with_decay_near_one(self, rng):
+        # Stated bound: 512 tokens that hardly forget, one key all zero, relative to the largest
+        # entry. float32 roundings of 512 steps add up to some 1e-6 of it.
+        bound = 5e-6
+        query, key, value, _, beta, state = inputs(rng, 1, 512)
+        g = -rng.uniform(0, 2e-4, size=beta.shape).astype(np.float32)
+        key[0, 200] = 0
+        args = (query, key, value, g, beta, state)
+        expected, states = recurrence(*(x[0] for x in args))
+        output, after = self.prefill(*args, np.array([512], np.int32))
+        assert np.abs(output[0] - expected).max() <= bound * np.abs(expected).max()
+        assert np.abs(after[0] - states[-1]).max() <= bound * np.abs(states[-1]).max()
+        # The zero key writes nothing: only the decay acts.
+        np.testing.assert_allclose(states[201], np.exp(g[0, 200])[:, None, None] * states[200])
+
+    def test_identical_keys_overwrite(self, rng):
+        # Without decay and with beta = 1 each token replaces what the key held. The system of a
+        # chunk is then a full triangle of ones, whose inverse by plain powers would blow up.
+        query, key, value, g, beta, state = inputs(rng, 2, 128)
+        key[:] = key[:, :1]
+        g[:], beta[:] = 0, 1
+        live = np.array([128, 75], np.int32)
+        output, after = self.prefill(query, key, value, g, beta, state, live)
+        for row, count in enumerate(live):
+            expected, states = recurrence(
+                query[row], key[row], value[row], g[row], beta[row], state[row]
+            )
+            np.testing.assert_allclose(after[row], states[count], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                output[row, :count], expected[:count], rtol=1e-5, atol=1e-5
+            )
+            unit = key[row, 0] / np.linalg.norm(key[row, 0], axis=-1, keepdims=True)
+            held = np.einsum("hk,hkv->hv", np.repeat(unit, 2, axis=0), after[row])
+            np.testing.assert_allclose(held, value[row, count - 1], rtol=1e-5, atol=1e-5)
+
+    def test_extreme_gates_and_tiny_keys(self, rng):
+        query, key, value, g, beta, state = inputs(rng, 4, 70)
+        g[0], g[1] = -1e-9, -100.0  # hardly any decay; nothing survives a token
+        g[2, ::7] = -50.0  # a reset now and then
+        key[3] *= 1e-5  # norms far below the square root of the epsilon
+        args = (query, key, value, g, beta, state)
+        live = np.full(4, 70, np.int32)
+        output, after = self.prefill(*args, live)
+        for row in range(4):
+            expected, states = recurrence(*(x[row] for x in args))
+            # Decays inside a chunk are differences of running sums of g, here up to 3000 in row
+            # 1 and 500 in row 2: their float32 spacing, 3e-5, is a relative error of the decay.
+            tolerance = 5e-5 if row == 2 else 5e-6
+            np.testing.assert_allclose(output[row], expected, rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(after[row], states[-1], rtol=tolerance, atol=tolerance)
+
+    # --- level 2: Fold is the verify trajectory, bit for bit ---
+
+    def probe(self, args, live):
+        """States `[B, W, Hv, Dk, Dv]` that verify went through, seen through its outputs.
+
+        With a query along axis i the output of a column is row i of the state times two known
+        factors. So every row of the batch is repeated Dk times, with one query direction each.
+        """
+        query, key, value, g, beta, state = args
+        rows, width, key_heads, key_dim = query.shape
+        axes = np.tile(np.eye(key_dim, dtype=np.float32) * 1024, (rows, 1))
+        query = np.broadcast_to(axes[:, None, None, :], (rows * key_dim, width, key_heads, key_dim))
+        repeated = [np.repeat(x, key_dim, axis=0) for x in (key, value, g, beta, state, live)]
+        output = np.asarray(self.verify(query, *repeated))
+        return np.moveaxis(output.reshape(rows, key_dim, *output.shape[1:]), 1, 3)
+
+    def seen(self, state):
+        """What `probe` shows of a state: the same two roundings."""
+        state = np.asarray(state)
+        key_dim = state.shape[-2]
+        axis = np.asarray(l2_normalise(jnp.eye(key_dim) * 1024))
+        assert np.count_nonzero(axis) == key_dim
+        scale = np.float32(key_dim**-0.5)
+        return state * np.diag(axis)[:, None] * scale
+
+    @pytest.mark.parametrize(
+        "key_heads, value_heads, key_dim, value_dim",
+        [(2, 4, 16, 8), (1, 1, 4, 4), (1, 3, 8, 20), (2, 2, 24, 16)],
+    )
+    @pytest.mark.parametrize("kind", ["usual", "tiny keys", "no decay", "strong decay"])
+    def test_fold_is_the_verify_trajectory(
+        self, rng, key_heads, value_heads, key_dim, value_dim, kind
+    ):
+        width = 8
+        args = list(inputs(rng, 2, width, key_heads, value_heads, key_dim, value_dim))
+        if kind == "tiny keys":
+            args[1] *= np.float32(1e-5)
+        if kind == "no decay":
+            args[3] *= np.float32(1e-7)
+        if kind == "strong decay":
+            args[3] -= 80
+        trajectory = self.probe(args, np.full(2, width, np.int32))
+        for m in range(width + 1):
+            # Both rows at different counts, and NaN in the columns past them.
+            count = np.array([m, width - m], np.int32)
+            _, key, value, g, beta, state = filled(args, count, np.nan)
+            folded = np.asarray(self.fold(*(x[None] for x in (state, key, value, g, beta)), count))
+            for row in range(2):
+                if count[row] == 0:
+                    assert folded[0, row].tobytes() == state[row].tobytes()
+                else:
+                    shown = self.seen(folded[0, row])
+                    np.testing.assert_array_equal(shown, trajectory[row, count[row] - 1], f"{m=}")
+
+    def test_layers_and_rows_fold_independently(self, rng):
+        layers, rows, width = 3, 4, 6
+        stacked = [inputs(rng, rows, width) for _ in range(layers)]
+        count = np.array([6, 0, 2, 5], np.int32)
+        _, key, value, g, beta, state = (np.stack(x) for x in zip(*stacked, strict=True))
+        folded = np.asarray(self.fold(state, key, value, g, beta, count))
+        for layer, args in enumerate(stacked):
+            trajectory = self.probe(args, np.full(rows, width, np.int32))
+            for row, m in enumerate(count):
+                if m == 0:
+                    assert folded[layer, row].tobytes() == state[layer, row].tobytes()
+                else:
+                    shown = self.seen(folded[layer, row])
+                    np.testing.assert_array_equal(shown, trajectory[row, m - 1])
+
+    def test_chain_of_rounds(self, rng):
+        # The state that enters a verify is itself a fold; the counts change every round.
+        rows, width = 3, 5
+        state = inputs(rng, rows, width)[5]
+        wide = state.astype(np.float64)
+        for counts in ([5, 0, 2], [1, 5, 0], [0, 0, 0], [3, 4, 5], [5, 5, 5], [2, 1, 0], [4, 3, 1]):
+            args = (*inputs(rng, rows, width)[:5], state)
+            trajectory = self.probe(args, np.full(rows, width, np.int32))
+            count = np.array(counts, np.int32)
+            folded = self.fold(*(x[None] for x in (state, *args[1:5])), count)
+            folded = np.asarray(folded)[0]
+            for row, m in enumerate(counts):
+                _, states = recurrence(*(x[row] for x in args[:5]), wide[row])
+                wide[row] = states[m]
+                if m == 0:
+                    assert folded[row].tobytes() == state[row].tobytes()
+                else:
+                    np.testing.assert_array_equal(self.seen(folded[row]), trajectory[row, m - 1])
+            np.testing.assert_allclose(folded, wide, **CLOSE)
+            state = folded
+
+    def test_fold_of_nothing_keeps_every_bit(self):
+        # Negative zeros and NaN payloads included.
+        state = np.array([-0.0, np.inf, 1e-45, np.nan], np.float32)
+        state.view(np.uint32)[3] = 0x7FC12345
+        state = np.tile(state, 4).reshape(1, 2, 1, 2, 4)
+        column = np.full((1, 2, 3, 1, 2), np.nan, np.float32)
+        value = np.full((1, 2, 3, 1, 4), np.nan, np.float32)
+        gate = np.full((1, 2, 3, 1), np.nan, np.float32)
+        for count in ([0, 0], [0, 3]):
+            after = self.fold(state, column, value, gate, gate, np.array(count, np.int32))
+            assert np.asarray(after)[0, 0].tobytes() == state[0, 0].tobytes()
+
+    # --- the rest ---
+
+    def test_gradients(self, rng):
+        args = list(inputs(rng, 2, 70, 1, 2, 8, 8))
+        args[1][0, 3] = 0  # a zero key must not make a NaN
+        args[3][1] = -30.0
+        live = np.array([70, 41], np.int32)
+        on = (np.arange(70) < live[:, None])[..., None, None]
+        weight = rng.normal(size=args[2].shape).astype(np.float32) * on
+        state_weight = rng.normal(size=args[5].shape).astype(np.float32)
+
+        def loss(args, implementation):
+            output, after = gated_delta_rule.prefill(*args, live, implementation=implementation)
+            return jnp.sum(output * weight) + jnp.sum(after * state_weight)
+
+        grads = jax.grad(loss)(tuple(args), self.implementation)
+        expected = jax.grad(loss)(tuple(args), "reference")
+        for name, got, want in zip(NAMES, grads, expected, strict=True):
+            assert np.isfinite(got).all(), name
+            # Sums over up to 70 tokens, each with the roundings of its own chain.
+            bound = 1e-5 * np.abs(want).max()
+            assert np.abs(got - want).max() <= bound, name
+            assert np.abs(want).max() > 1e-2, name
+
+    def test_bfloat16_columns_keep_a_float32_state(self, rng):
+        args = inputs(rng, 1, 20)
+        columns = [jnp.asarray(x, jnp.bfloat16) for x in args[:3]]
+        live = np.array([20], np.int32)
+        output, after = self.prefill(*columns, *args[3:], live)
+        assert output.dtype == after.dtype == jnp.float32
+        # Nothing after the inputs is rounded to bfloat16, whose spacing is 4e-3.
+        expected, states = recurrence(
+            *(np.float32(x[0]) for x in columns), *(x[0] for x in args[3:])
+        )
+        np.testing.assert_allclose(output[0], expected, **CLOSE)
+        np.testing.assert_allclose(after[0], states[-1], **CLOSE)
+
+
+class TestXla(GatedDeltaRuleCases):
+    implementation = "xla"
+
+
+class TestReference(GatedDeltaRuleCases):
+    implementation = "reference"
+    compiled = False  # unrolled over the tokens: compiling takes longer than running
+
+
+def test_default_is_a_known_implementation(rng):
+    args = inputs(rng, 1, 4)
+    live = np.array([4], np.int32)
+    default = gated_delta_rule.prefill(*args, live)
+    named = gated_delta_rule.prefill(*args, live, implementation="xla")
+    for got, want in zip(default, named, strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="'fast'.*expected one of reference, xla"):
+        gated_delta_rule.prefill(*args, live, implementation="fast")
+    with pytest.raises(ValueError, match="no triton kernel"):
+        gated_delta_rule.verify(*args, live, implementation="triton")
+
+
+def test_shapes_are_checked(rng):
+    query, key, value, g, beta, state = inputs(rng, 1, 4)
+    live = np.array([4], np.int32)
+    with pytest.raises(ValueError, match="4 value heads are not a multiple of 3 key heads"):
+        three = np.zeros((1, 4, 3, 8), np.float32)
+        gated_delta_rule.prefill(three, three, value, g, beta, state, live)
+    with pytest.raises(ValueError, match=r"state has shape \(1, 4, 12, 8\)"):
+        gated_delta_rule.verify(query, key, value, g, beta, state.swapaxes(2, 3), live)
+    with pytest.raises(ValueError, match="layer axes differ"):
+        gated_delta_rule.fold(state[None], *(np.stack([x, x]) for x in (key, value, g, beta)), live)

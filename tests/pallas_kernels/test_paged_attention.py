@@ -1,0 +1,189 @@
+"""paged_attention against float64 loops over absolute positions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import paged_attention, xla
+
+# float32 sums of up to some hundred unit terms with weights that sum to 1.
+FLOAT32 = dict(rtol=1e-5, atol=1e-5)
+# The output is rounded to 8 significant bits; numbers are at most about 3.
+BFLOAT16 = dict(rtol=2**-8, atol=2**-8)
+
+LAYER = 1
+
+
+def oracle(q, block_key, block_value, key_pages, value_pages, table, lengths, live, causal):
+    q, block_key, block_value, key_pages, value_pages = (
+        np.asarray(x, np.float64) for x in (q, block_key, block_value, key_pages, value_pages)
+    )
+    rows, _, heads, dim = q.shape
+    page, kv_heads = key_pages.shape[2:4]
+    output = np.zeros(q.shape)
+    for b in range(rows):
+        keys = [key_pages[LAYER, table[b, p // page], p % page] for p in range(int(lengths[b]))]
+        values = [value_pages[LAYER, table[b, p // page], p % page] for p in range(lengths[b])]
+        for i in range(int(live[b])):
+            last = i + 1 if causal else int(live[b])
+            key = np.array([*keys, *block_key[b, :last]])
+            value = np.array([*values, *block_value[b, :last]])
+            for h in range(heads):
+                k = h // (heads // kv_heads)
+                scores = key[:, k] @ q[b, i, h] / np.sqrt(dim)
+                weights = np.exp(scores - scores.max())
+                output[b, i, h] = (weights / weights.sum()) @ value[:, k]
+    return output
+
+
+def inputs(rng, lengths, live, heads, kv_heads, dim, page, max_pages, tokens, dtype=np.float32):
+    """Random tensors; NaN in all that is not reached, nonsense in unused table entries."""
+    rows = len(lengths)
+    used = [-(-length // page) for length in lengths]
+    pages = sum(used) + 3
+    q = rng.normal(size=(rows, tokens, heads, dim))
+    block_key, block_value = rng.normal(size=(2, rows, tokens, kv_heads, dim))
+    key_pages, value_pages = np.full((2, 2, pages, page, kv_heads, dim), np.nan)
+    nonsense = [-1, pages, 2**31 - 1, -(2**31), 0]
+    table = np.resize(nonsense, (rows, max_pages))
+    free = iter(rng.permutation(pages))
+    for b in range(rows):
+        for tensor in (q, block_key, block_value):
+            tensor[b, live[b] :] = np.nan
+        for index in range(used[b]):
+            table[b, index] = next(free)
+            filled = min(page, lengths[b] - index * page)
+            for pool in (key_pages, value_pages):
+                pool[LAYER, table[b, index], :filled] = rng.normal(size=(filled, kv_heads, dim))
+    tensors = (jnp.asarray(x, dtype) for x in (q, block_key, block_value, key_pages, value_pages))
+    return (*tensors, *(jnp.asarray(x, jnp.int32) for x in (table, lengths, live)))
+
+
+class PagedAttentionCases:
+    """Every backend inherits these; `function` is the op with its implementation bound."""
+
+    function = None
+
+    def attend(self, *args, **options):
+        run = jax.jit(self.function, static_argnames=("layer", "causal", "scale"))
+        output = run(*args, layer=LAYER, **options)
+        assert output.dtype == args[0].dtype
+        return np.asarray(output, np.float32)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(
+        "heads, kv_heads, dim, page, max_pages, tokens",
+        [(4, 2, 8, 4, 5, 4), (6, 2, 20, 3, 6, 5), (3, 3, 24, 5, 4, 7), (4, 1, 96, 8, 3, 1)],
+    )
+    def test_equals_loops_over_positions(
+        self, heads, kv_heads, dim, page, max_pages, tokens, causal
+    ):
+        rng = np.random.default_rng(0)
+        lengths = [0, 1, page - 1, page, page + 1, max_pages * page]
+        for shift in range(2):
+            live = np.roll([tokens, 0, 1, tokens - 1, tokens, (tokens + 1) // 2], shift).tolist()
+            args = inputs(rng, lengths, live, heads, kv_heads, dim, page, max_pages, tokens)
+            got = self.attend(*args, causal=causal)
+            np.testing.assert_allclose(got, oracle(*args, causal), **FLOAT32)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_long_table(self, causal):
+        # Longer than the XLA form handles at once, lengths around its chunk border, and a page
+        # size that divides neither the chunk nor the table.
+        rng = np.random.default_rng(1)
+        border = xla.CHUNK // 12 * 12
+        lengths = [0, 1, border - 1, border, border + 1, 600]
+        live = [3, 2, 0, 3, 1, 3]
+        args = inputs(rng, lengths, live, 4, 2, 8, 12, 53, 3)
+        got = self.attend(*args, causal=causal)
+        np.testing.assert_allclose(got, oracle(*args, causal), **FLOAT32)
+
+    def test_bfloat16(self):
+        rng = np.random.default_rng(2)
+        args = inputs(rng, [0, 5, 12], [4, 2, 3], 4, 2, 16, 4, 3, 4, dtype=jnp.bfloat16)
+        np.testing.assert_allclose(self.attend(*args), oracle(*args, True), **BFLOAT16)
+
+    def test_causal_block_hides_later_columns(self):
+        args = list(inputs(np.random.default_rng(3), [6, 2], [4, 4], 4, 2, 8, 4, 2, 4))
+        plain = self.attend(*args)  # causal is the default
+        args[1], args[2] = (x.at[:, 3].set(9.0) for x in args[1:3])
+        np.testing.assert_array_equal(self.attend(*args)[:, :3], plain[:, :3])
+
+    @pytest.mark.parametrize("max_pages", [6, 80])
+    def test_rows_do_not_depend_on_each_other(self, max_pages):
+        # Bit for bit, also where the longest row decides how far a loop goes.
+        rng = np.random.default_rng(4)
+        lengths = [3, 24, 11, 0]
+        args = inputs(rng, lengths, [4, 3, 1, 4], 4, 2, 8, 4, max_pages, 4)
+        plain = self.attend(*args)
+        order = np.array([2, 0, 3, 1])
+        permuted = [x if x.ndim == 5 else x[order] for x in args]
+        np.testing.assert_array_equal(self.attend(*permuted), plain[order])
+        shorter = list(args)
+        shorter[6] = args[6].at[1].set(1)
+        kept = np.array([0, 2, 3])
+        np.testing.assert_array_equal(self.attend(*shorter)[kept], plain[kept])
+
+
+reference = functools.partial(paged_attention, implementation="reference")
+
+
+class TestReference(PagedAttentionCases):
+    function = reference
+
+
+class TestXla(PagedAttentionCases):
+    function = functools.partial(paged_attention, implementation="xla")
+
+    def test_long_rows_leave_short_ones_alone_to_the_bit(self):
+        # The loop runs as far as the longest row needs: three chunks or one, for row 0.
+        rng = np.random.default_rng(6)
+        args = list(inputs(rng, [30, 700], [3, 3], 4, 2, 8, 16, 48, 3))
+        both = self.attend(*args)
+        args[6] = args[6].at[1].set(5)
+        np.testing.assert_array_equal(self.attend(*args)[0], both[0])
+
+    def test_gradients_ignore_dead_memory(self):
+        args = inputs(np.random.default_rng(5), [0, 5], [3, 2], 4, 2, 8, 4, 3, 4)
+        clean = [jnp.nan_to_num(x) for x in args[:5]]
+
+        def loss(function, tensors):
+            return jnp.sum(jnp.sin(function(*tensors, *args[5:], layer=LAYER)))
+
+        expected = jax.jit(jax.grad(functools.partial(loss, reference)))(clean)
+        dead_queries_aside = [clean[0], *args[1:5]]
+        got = jax.jit(jax.grad(functools.partial(loss, self.function)))(dead_queries_aside)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, **FLOAT32)
+
+
+class TestApi:
+    def args(self):
+        return list(inputs(np.random.default_rng(7), [3, 4], [2, 3], 4, 2, 8, 4, 2, 3))
+
+    @pytest.mark.parametrize("name", ["pallas", "triton", "XLA"])
+    def test_named_implementation_is_refused_not_replaced(self, name):
+        with pytest.raises(ValueError, match=f"{name}.*reference, xla"):
+            paged_attention(*self.args(), layer=0, implementation=name)
+
+    @pytest.mark.parametrize(
+        "index, name, shape",
+        [
+            (0, "q", (2, 3, 5, 8)),
+            (1, "block_key", (2, 3, 2, 7)),
+            (2, "block_value", (2, 3, 1, 8)),
+            (3, "key_pages", (2, 5, 4, 1, 8)),
+            (4, "value_pages", (2, 2, 7, 2, 8)),
+            (5, "block_table", (1, 2)),
+            (6, "lengths", (1,)),
+            (7, "live", (2, 1)),
+        ],
+    )
+    def test_shape_errors_name_the_argument(self, index, name, shape):
+        args = self.args()
+        args[index] = jnp.zeros(shape)
+        with pytest.raises(ValueError, match=rf"{name}: got .*expected"):
+            paged_attention(*args, layer=0)
