@@ -1,0 +1,19 @@
+"""DFlash and DFlash2: block-drafted speculative decoding for Qwen3.5 targets, in JAX."""
+
+from dflash_jax.config import Causality, ConfigError
+from dflash_jax.decoding.distribution import Sampling
+from dflash_jax.decoding.generate import generate
+from dflash_jax.decoding.result import Generation, Origin, Round
+from dflash_jax.io.pair import Pair, load_pair
+
+__all__ = [
+    "Causality",
+    "ConfigError",
+    "Generation",
+    "Origin",
+    "Pair",
+    "Round",
+    "Sampling",
+    "generate",
+    "load_pair",
+]

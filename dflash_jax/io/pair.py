@@ -1,0 +1,116 @@
+"""A target and its draft, loaded and checked against each other."""
+
+import dataclasses
+import pathlib
+
+from absl import logging
+
+from dflash_jax.config import (
+    Causality,
+    ConfigError,
+    DraftConfig,
+    TargetConfig,
+    check_pair,
+    parse_draft_config,
+    parse_target_config,
+)
+from dflash_jax.io.tensors import read_params
+from dflash_jax.io.tokenizer import Tokenizer
+from dflash_jax.precision import compute_dtype
+from dflash_jax.typing import Params
+
+PRETRAINED = pathlib.Path(__file__).parents[1] / "pretrained"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """What generation needs: two models and a tokenizer.
+
+    draft, draft_params: None for plain decoding.
+    tokenizer: None when the target's directory has none; prompts are then token ids.
+    dtype: compute dtype, "float32" or "bfloat16".
+    """
+
+    target: TargetConfig
+    target_params: Params
+    draft: DraftConfig | None
+    draft_params: Params | None
+    tokenizer: Tokenizer | None
+    dtype: str
+
+    @property
+    def public_vocab(self) -> int:
+        """Ids from here on are padding of the embedding, never sampled nor proposed."""
+        return self.tokenizer.vocab_size if self.tokenizer else self.target.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The target's stop ids; the tokenizer's where the target's config names none."""
+        if self.target.eos_token_ids or not self.tokenizer:
+            return self.target.eos_token_ids
+        return tuple(self.tokenizer.eos_token_ids)
+
+    def describe(self) -> str:
+        """One line for start-up: what drafts, how wide it was trained, which causality rule."""
+        if self.draft is None:
+            return f"plain decoding, {self.dtype}"
+        return (
+            f"{self.draft.name}, trained block {self.draft.block_size}, "
+            f"{self.draft.causality.value} block attention, {self.dtype}"
+        )
+
+
+def embedded_names() -> list[str]:
+    """Names of the checkpoints that come with the package."""
+    return sorted(path.name for path in PRETRAINED.iterdir() if (path / "config.json").is_file())
+
+
+def resolve(name: str) -> pathlib.Path:
+    """Directory of an embedded name or of a path.
+
+    Raises:
+      ConfigError: neither.
+    """
+    for path in (PRETRAINED / name, pathlib.Path(name)):
+        if path.is_dir():
+            return path
+    raise ConfigError(
+        f"{name}: neither a directory nor an embedded checkpoint ({', '.join(embedded_names())})"
+    )
+
+
+def load_pair(
+    target: str = "tiny",
+    draft: str | None = "tiny-dflash2",
+    dtype: str = "float32",
+    *,
+    absent_causality: Causality = Causality.NON_CAUSAL,
+) -> Pair:
+    """Loads a target and, unless `draft` is None, a draft for it.
+
+    Args:
+      target: embedded name or Hugging Face directory.
+      draft: likewise.
+      dtype: "float32" or "bfloat16".
+      absent_causality: what a draft config without `is_causal` means.
+
+    Raises:
+      ConfigError, CheckpointError, TokenizerError, ValueError: all ValueErrors whose message
+        names the file and the field.
+    """
+    directory = resolve(target)
+    activations = compute_dtype(dtype)
+    target_config = parse_target_config(directory)
+    tokenizer = None
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(directory)
+    draft_config = draft_params = None
+    if draft is not None:
+        draft_directory = resolve(draft)
+        draft_config = parse_draft_config(draft_directory, absent_causality=absent_causality)
+        check_pair(target_config, draft_config, tokenizer.vocab_size if tokenizer else None)
+        draft_params = read_params(draft_directory, draft_config, activations)
+    target_params = read_params(directory, target_config, activations)
+    pair = Pair(target_config, target_params, draft_config, draft_params, tokenizer, dtype)
+    logging.info("%s with %s: %s", target, draft, pair.describe())
+    return pair
