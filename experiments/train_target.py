@@ -10,6 +10,7 @@ import pathlib
 from absl import app, flags, logging
 
 from dflash_jax.io.tensors import write_params
+from dflash_jax.io.tokenizer import Tokenizer
 from dflash_jax.training import corpus, loop, target
 from experiments.configs import tiny
 
@@ -29,8 +30,9 @@ def main(argv: list[str]) -> None:
     config = tiny.TARGET
     texts = (text for _, text in corpus.library_files(held_out=False))
     tokenizer = corpus.train_tokenizer(texts, config.vocab_size)
-    train = corpus.token_stream(tokenizer, held_out=False)
-    held_out = corpus.token_stream(tokenizer, held_out=True)
+    codec = Tokenizer(tokenizer, config.eos_token_ids)
+    train = corpus.token_stream(codec, held_out=False)
+    held_out = corpus.token_stream(codec, held_out=True)
     logging.info("tokens: %d to train on, %d held out", len(train), len(held_out))
 
     def batch_at(step):

@@ -14,6 +14,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from dflash_jax.io.tokenizer import Tokenizer
+
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
 # Generated tables rather than code; they would teach a small model nothing but digits.
@@ -71,11 +73,10 @@ def tokenizer_files(tokenizer: tokenizers.Tokenizer, max_length: int) -> dict[st
     }
 
 
-def token_stream(tokenizer: tokenizers.Tokenizer, held_out: bool) -> np.ndarray:
+def token_stream(tokenizer: Tokenizer, held_out: bool) -> np.ndarray:
     """All files of one side of the split as one int32 stream, end-of-text after each."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    files = [text for _, text in library_files(held_out)]
-    pieces = [encoding.ids + [end] for encoding in tokenizer.encode_batch(files)]
+    (end,) = tokenizer.eos_token_ids
+    pieces = [tokenizer.encode(text) + [end] for _, text in library_files(held_out)]
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
 
 

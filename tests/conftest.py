@@ -1,0 +1,86 @@
+"""Shared by the tests: where the fixtures lie, checkpoints loaded from them, random numbers.
+
+`pytest --fixtures-dir DIR` runs every parity test against another directory made by
+`tests/parity/make_fixtures.py`; no test knows a shape of the files.
+"""
+
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from dflash_jax.config import Causality, parse_draft_config, parse_target_config
+from dflash_jax.io.tensors import read_params, stream_tensors
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fixtures-dir",
+        type=pathlib.Path,
+        default=TESTS / "fixtures",
+        help="directory of parity fixtures (default: the committed ones)",
+    )
+
+
+class Checkpoint(NamedTuple):
+    """A fixture folder: parsed config, params tree, and the reference's inputs and outputs."""
+
+    config: Any
+    params: Any
+    oracle: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir(pytestconfig) -> pathlib.Path:
+    return pytestconfig.getoption("--fixtures-dir")
+
+
+@pytest.fixture(scope="session")
+def geometries() -> pathlib.Path:
+    """Configs of published checkpoints."""
+    return TESTS / "geometries"
+
+
+@pytest.fixture(scope="session")
+def kernel_oracle(fixtures_dir) -> dict[str, np.ndarray]:
+    """Outputs of single functions of the reference."""
+    return dict(stream_tensors(fixtures_dir / "kernels.safetensors"))
+
+
+@pytest.fixture(scope="session")
+def load_target(fixtures_dir):
+    """`name -> Checkpoint` of a target folder, each read once."""
+
+    @functools.cache
+    def load(name: str) -> Checkpoint:
+        folder = fixtures_dir / name
+        config = parse_target_config(folder)
+        oracle = dict(stream_tensors(folder / "oracle.safetensors"))
+        return Checkpoint(config, read_params(folder, config), oracle)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_draft(fixtures_dir):
+    """`name -> Checkpoint` of a draft folder, under the rule its outputs were made with."""
+
+    @functools.cache
+    def load(name: str) -> Checkpoint:
+        folder = fixtures_dir / name
+        # The reference makes sliding layers causal when the key is absent; here that is an
+        # explicit choice.
+        config = parse_draft_config(folder, absent_causality=Causality.SLIDING_CAUSAL)
+        oracle = dict(stream_tensors(folder / "oracle.safetensors"))
+        return Checkpoint(config, read_params(folder, config), oracle)
+
+    return load
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
