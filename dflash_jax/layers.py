@@ -14,16 +14,22 @@ from pallas_kernels.elementary import rms_norm
 
 
 class Linear(nn.Module):
-    """`y = x W^T`, no bias, weight `[features, in]`."""
+    """`y = x W^T`, no bias, weight `[features, in]`; `zero` says that it starts at zero."""
 
     features: int
     dtype: DType = jnp.float32
+    zero: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    def __call__(
+        self, x: Float[Array, "... I"], out_dtype: DType | None = None
+    ) -> Float[Array, "... O"]:
+        """`out_dtype` keeps the product in another dtype than `x`, without a rounding between."""
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
+        init = nn.initializers.zeros if self.zero else init
         weight = self.param("weight", init, (self.features, x.shape[-1]), self.dtype)
-        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+        contracted = (((x.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, weight, contracted, preferred_element_type=out_dtype)
 
 
 class RMSNorm(nn.Module):

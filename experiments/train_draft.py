@@ -1,7 +1,8 @@
 """Trains a DFlash or DFlash2 draft on a target's own continuations.
 
     python -m experiments.train_draft --kind dflash2 --target dflash_jax/pretrained/tiny \
-        --workdir runs/dflash2 --data runs/continuations.npz --output dflash_jax/pretrained/tiny-dflash2
+        --workdir runs/dflash2 --data runs/continuations.npz \
+        --output dflash_jax/pretrained/tiny-dflash2
 
 The first run makes the continuations (half greedy, half at temperature 1) and keeps them in
 `--data`; drafts trained from the same file differ in the model only. Interrupt it at will: the

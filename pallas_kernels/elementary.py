@@ -135,7 +135,9 @@ def stable_top_k(
     # +0 above -0, though, which are equal logits, so every zero is made positive first.
     logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)
     scores, ids = jax.lax.top_k(logits, k)
-    return scores, ids.astype(jnp.int32)
+    # Without the barrier a caller's slice of the shortlist merges into the slice inside TopK, XLA
+    # no longer sees a TopK, and sorts the whole vocabulary (1 ms instead of 10 us on a CPU).
+    return jax.lax.optimization_barrier((scores, ids.astype(jnp.int32)))
 
 
 def represented(x: Float[Array, "..."], dtype) -> Float[Array, "..."]:

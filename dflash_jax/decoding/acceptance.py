@@ -85,25 +85,45 @@ def _greedy(logits, proposal, public_vocab):
 
 
 def _sampled(logits, proposal, controls, seed, frontier, public_vocab):
-    columns = proposal.tokens.shape[1]
     law = target_distribution(logits, controls, public_vocab)
+    columns = proposal.tokens.shape[1]
+    uniforms = randomness.uniforms(seed, frontier + 1, columns, Purpose.ACCEPT)
+    accepted = accepted_prefix(law, proposal, uniforms)
+    purpose = jnp.where(accepted < proposal.count, Purpose.CORRECTION, Purpose.BONUS)
+    purpose = jnp.where(proposal.count == 0, Purpose.TARGET, purpose)
+    extra = extra_law(law, proposal, accepted)
+    return accepted, randomness.draw_tokens(extra, seed, frontier + accepted + 1, purpose)
+
+
+def accepted_prefix(
+    law: Float[Array, "B W V"], proposal: Proposal, uniforms: Float[Array, "B K"]
+) -> Int[Array, "B"]:
+    """A: length of the leading run of verified proposals with `u < p / q`.
+
+    Args:
+      law: target probabilities; column i checks proposal i.
+      uniforms: in [0, 1), one per proposal.
+    """
     mass = jnp.take_along_axis(law[:, :-1], proposal.tokens[..., None], axis=2)[..., 0]
     chosen = proposal.candidates == proposal.tokens[..., None]
     proposed_mass = jnp.sum(jnp.where(chosen, proposal.q, 0.0), axis=-1)
-    u = randomness.uniforms(seed, frontier + 1, columns, Purpose.ACCEPT)
     # u < p / q without the division; a token outside the target's support never passes.
-    accepted = _prefix_length(u * proposed_mass < mass, proposal.count)
+    return _prefix_length(uniforms * proposed_mass < mass, proposal.count)
 
-    rejected = accepted < proposal.count
-    purpose = jnp.where(rejected, Purpose.CORRECTION, Purpose.BONUS)
-    purpose = jnp.where(proposal.count == 0, Purpose.TARGET, purpose)
+
+def extra_law(
+    law: Float[Array, "B W V"], proposal: Proposal, accepted: Int[Array, "B"]
+) -> Float[Array, "B V"]:
+    """Law of the token after the accepted ones: the residual where a proposal was rejected."""
     here = jnp.take_along_axis(law, accepted[:, None, None], axis=1)[:, 0]
-    if columns:
-        index = jnp.minimum(accepted, columns - 1)[:, None, None]
-        candidates = jnp.take_along_axis(proposal.candidates, index, axis=1)[:, 0]
-        q = jnp.take_along_axis(proposal.q, index, axis=1)[:, 0]
-        here = jnp.where(rejected[:, None], residual(here, candidates, q), here)
-    return accepted, randomness.draw_tokens(here, seed, frontier + accepted + 1, purpose)
+    columns = proposal.tokens.shape[1]
+    if not columns:
+        return here
+    index = jnp.minimum(accepted, columns - 1)[:, None, None]
+    candidates = jnp.take_along_axis(proposal.candidates, index, axis=1)[:, 0]
+    q = jnp.take_along_axis(proposal.q, index, axis=1)[:, 0]
+    rejected = accepted < proposal.count
+    return jnp.where(rejected[:, None], residual(here, candidates, q), here)
 
 
 def residual(

@@ -1,159 +1,112 @@
-"""A whole generation on the device: prefill, then rounds, both as one compiled loop each."""
+"""The public `generate`: prompts in, one compiled batch, results out."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
-from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
+from dflash_jax.decoding.loop import LENGTH, STOP, Progress, decode, prefill_prompts
 from dflash_jax.decoding.result import Generation, Round
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.round import MAX_DRAFT_TOKENS, Spec, Weights
 from dflash_jax.io.pair import Pair
 from dflash_jax.state.sequence import SequenceState, init_sequences
 from dflash_jax.typing import Array, Int
 
-PREFILL_CHUNK = 64
 CAPACITY_BUCKET = 256
 BUDGET_BUCKET = 64
 MAX_ROWS = 8
 
-RUNNING, STOP, LENGTH = 0, 1, 2
 _REASONS = {STOP: "stop", LENGTH: "length"}
 
 
-class Progress(NamedTuple):
-    """What the decode loop has published.
+class Job(NamedTuple):
+    """A batch ready to run: the arguments of `prefill_prompts` and `decode`.
 
-    tokens `[B, T]`, -1 where nothing is yet; emitted `[B]`; status `[B]` of RUNNING, STOP, LENGTH;
-    verified, accepted, committed `[B, T]` per round (-1 for rounds a row sat out); rounds `[]`.
+    `prefill` consumes `state` (it is donated), `decode` consumes what `prefill` returned.
     """
 
-    tokens: Int[Array, "B T"]
-    emitted: Int[Array, "B"]
-    status: Int[Array, "B"]
-    verified: Int[Array, "B T"]
-    accepted: Int[Array, "B T"]
-    committed: Int[Array, "B T"]
-    rounds: Int[Array, ""]
+    spec: Spec
+    buffer: int
+    weights: Weights
+    state: SequenceState
+    prompts: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    controls: Controls
+    budget: Int[Array, "B"]
+    stop_ids: Int[Array, "E"]
 
-
-@partial(jax.jit, static_argnums=(0,), donate_argnums=(2,))
-def prefill_prompts(
-    spec: Spec,
-    weights: Weights,
-    state: SequenceState,
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    controls: Controls,
-) -> SequenceState:
-    """Runs right-padded prompts chunk by chunk and chooses the anchors.
-
-    `T` is a multiple of `PREFILL_CHUNK`; chunks past the longest prompt are not run.
-    """
-
-    def chunk(index, state):
-        start = index * PREFILL_CHUNK
-        tokens = jax.lax.dynamic_slice_in_dim(prompts, start, PREFILL_CHUNK, axis=1)
-        count = jnp.clip(lengths - start, 0, PREFILL_CHUNK)
-        return phases.prefill(spec, weights, state, tokens, count)
-
-    chunks = -(-jnp.max(lengths) // PREFILL_CHUNK)
-    state = jax.lax.fori_loop(0, chunks, chunk, state)
-    return phases.select_anchor(spec, weights, state, controls)
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
-def decode(
-    spec: Spec,
-    buffer: int,
-    weights: Weights,
-    state: SequenceState,
-    controls: Controls,
-    budget: Int[Array, "B"],
-    stop_ids: Int[Array, "E"],
-) -> tuple[SequenceState, Progress]:
-    """Rounds until every row has stopped or used its budget.
-
-    Args:
-      buffer: columns of the output arrays, at least the largest budget.
-      budget: tokens each row may publish, >= 1; the anchor in `state` is the first of them.
-      stop_ids: ids that end a row when published; may be empty.
-    """
-    rows = budget.shape[0]
-    blank = jnp.full((rows, buffer), -1, jnp.int32)
-
-    def is_stop(tokens):
-        return jnp.any(tokens[..., None] == stop_ids, axis=-1)
-
-    def status_of(stopped, emitted):
-        return jnp.where(stopped, STOP, jnp.where(emitted >= budget, LENGTH, RUNNING))
-
-    emitted = jnp.ones(rows, jnp.int32)
-    progress = Progress(
-        tokens=blank.at[:, 0].set(state.anchor),
-        emitted=emitted,
-        status=status_of(is_stop(state.anchor), emitted),
-        verified=blank,
-        accepted=blank,
-        committed=blank,
-        rounds=jnp.int32(0),
-    )
-
-    def one_round(carry):
-        state, progress = carry
-        active = progress.status == RUNNING
-        left = budget - progress.emitted
-        planned = jnp.where(active, jnp.minimum(spec.draft_tokens, left - 1), 0)
-
-        state = phases.catch_up(spec, weights, state)
-        proposal = phases.propose(spec, weights, state, controls, planned)
-        verified = phases.verify(spec, weights, state, proposal, active)
-        accepted = phases.accept(spec, state, verified, proposal, controls)
-
-        # Preview: cut after the first stop id; the budget holds already, since P < left.
-        licensed = jnp.arange(spec.width) < accepted.licensed[:, None]
-        stops = is_stop(accepted.tokens) & licensed
-        stopped = jnp.any(stops, axis=1)
-        count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, accepted.licensed)
-        count = jnp.where(active, count, 0)
-        state = phases.commit(state, verified, accepted, count)
-
-        column = jnp.arange(spec.width)
-        target = jnp.where(column < count[:, None], progress.emitted[:, None] + column, buffer)
-        row = jnp.arange(rows)[:, None]
-        emitted = progress.emitted + count
-
-        def log(array, values):
-            return array.at[:, progress.rounds].set(jnp.where(active, values, -1), mode="drop")
-
-        return state, Progress(
-            tokens=progress.tokens.at[row, target].set(accepted.tokens, mode="drop"),
-            emitted=emitted,
-            status=jnp.where(active, status_of(stopped, emitted), progress.status),
-            verified=log(progress.verified, planned),
-            accepted=log(progress.accepted, accepted.accepted),
-            committed=log(progress.committed, count),
-            rounds=progress.rounds + 1,
+    def prefill(self) -> SequenceState:
+        return prefill_prompts(
+            self.spec, self.weights, self.state, self.prompts, self.lengths, self.controls
         )
 
-    def running(carry):
-        return jnp.any(carry[1].status == RUNNING)
+    def decode(self, state: SequenceState) -> tuple[SequenceState, Progress]:
+        return decode(
+            self.spec,
+            self.buffer,
+            self.weights,
+            state,
+            self.controls,
+            self.budget,
+            self.stop_ids,
+        )
 
-    return jax.lax.while_loop(running, one_round, (state, progress))
 
+def prepare(
+    pair: Pair,
+    prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+    *,
+    draft_tokens: int | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | Sequence[int] = 0,
+    ignore_eos: bool = False,
+) -> Job:
+    """Checks the arguments of `generate` and lays the batch out.
 
-def make_spec(pair: Pair, draft_tokens: int) -> Spec:
-    """The statics of a round; `draft_tokens` 0 leaves the draft out."""
+    Capacities are rounded up to buckets and prompts padded, so that other lengths in the same
+    buckets do not compile anew.
+    """
+    rows = _token_rows(pair, prompts)
+    if draft_tokens is None:
+        draft_tokens = min(pair.draft.block_size - 1, MAX_DRAFT_TOKENS) if pair.draft else 0
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
+    if draft_tokens and pair.draft and draft_tokens >= pair.draft.block_size:
+        logging.info(
+            "draft_tokens %d is beyond the trained block of %d: acceptance will suffer",
+            draft_tokens,
+            pair.draft.block_size,
+        )
     draft = pair.draft if draft_tokens else None
-    return Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
+    spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
+    samplings = _per_row("sampling", sampling or Sampling(), len(rows), Sampling)
+    if isinstance(seed, int):
+        seed = [seed + index for index in range(len(rows))]
+    seeds = [value % 2**32 for value in _per_row("seed", seed, len(rows), int)]
 
-
-def make_weights(pair: Pair, spec: Spec) -> Weights:
-    return Weights(pair.target_params, pair.draft_params if spec.draft else None)
+    padded = np.zeros((len(rows), _round_up(max(map(len, rows)), CAPACITY_BUCKET)), np.int32)
+    for index, tokens in enumerate(rows):
+        padded[index, : len(tokens)] = tokens
+    buffer = _round_up(max_new_tokens, BUDGET_BUCKET)
+    capacity = _round_up(padded.shape[1] + buffer, CAPACITY_BUCKET)
+    return Job(
+        spec=spec,
+        buffer=buffer,
+        weights=Weights(pair.target_params, pair.draft_params if draft else None),
+        state=init_sequences(
+            pair.target, draft, jnp.asarray(seeds, jnp.uint32), capacity, spec.width, pair.dtype
+        ),
+        prompts=jnp.asarray(padded),
+        lengths=jnp.asarray([len(tokens) for tokens in rows], jnp.int32),
+        controls=make_controls(samplings),
+        budget=jnp.full(len(rows), max_new_tokens, jnp.int32),
+        stop_ids=jnp.asarray(() if ignore_eos else pair.eos_token_ids, jnp.int32),
+    )
 
 
 def generate(
@@ -166,7 +119,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     ignore_eos: bool = False,
 ) -> list[Generation]:
-    """Generates from one prompt or a batch of up to 8, all in one compiled loop.
+    """Generates from one prompt or a batch of up to 8; nothing leaves the device in between.
 
     Args:
       pair: from `load_pair`.
@@ -185,40 +138,23 @@ def generate(
       ValueError: a prompt that is empty or has ids outside the vocabulary, or an argument out of
         range; the message names it.
     """
-    rows = _token_rows(pair, prompts)
-    if draft_tokens is None:
-        draft_tokens = min(pair.draft.block_size - 1, 15) if pair.draft else 0
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
-    spec = make_spec(pair, draft_tokens)
-    weights = make_weights(pair, spec)
-    samplings = _per_row("sampling", sampling or Sampling(), len(rows), Sampling)
-    if isinstance(seed, int):
-        seed = [seed + index for index in range(len(rows))]
-    seeds = _per_row("seed", list(seed), len(rows), int)
-
-    longest = max(map(len, rows))
-    padded = np.zeros((len(rows), _round_up(longest, CAPACITY_BUCKET)), np.int32)
-    for index, tokens in enumerate(rows):
-        padded[index, : len(tokens)] = tokens
-    lengths = jnp.asarray([len(tokens) for tokens in rows], jnp.int32)
-    buffer = _round_up(max_new_tokens, BUDGET_BUCKET)
-    capacity = _round_up(padded.shape[1] + buffer + spec.width, CAPACITY_BUCKET)
-    state = init_sequences(
-        pair.target,
-        spec.draft,
-        jnp.asarray([s % 2**32 for s in seeds], jnp.uint32),
-        capacity,
-        spec.width,
-        pair.dtype,
+    job = prepare(
+        pair,
+        prompts,
+        draft_tokens=draft_tokens,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        ignore_eos=ignore_eos,
     )
-    controls = make_controls(samplings)
-    stop_ids = jnp.asarray(() if ignore_eos else pair.eos_token_ids, jnp.int32)
-    budget = jnp.full(len(rows), max_new_tokens, jnp.int32)
-    state = prefill_prompts(spec, weights, state, jnp.asarray(padded), lengths, controls)
-    _, progress = decode(spec, buffer, weights, state, controls, budget, stop_ids)
+    _, progress = job.decode(job.prefill())
+    return read_results(pair, job, progress)
+
+
+def read_results(pair: Pair, job: Job, progress: Progress) -> list[Generation]:
+    """Brings a finished batch to the host, one `Generation` per row."""
     progress = jax.device_get(progress)
-    return [_read_row(pair, spec, progress, row) for row in range(len(rows))]
+    return [_read_row(pair, job.spec, progress, row) for row in range(len(progress.emitted))]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -29,6 +29,8 @@ from dflash_jax.typing import Array, Float, Int, Params
 from pallas_kernels.candidate_selector import candidate_selector
 from pallas_kernels.elementary import stable_top_k
 
+MAX_DRAFT_TOKENS = 15
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -49,8 +51,11 @@ class Spec:
     def __post_init__(self):
         if self.draft is None and self.draft_tokens:
             raise ValueError(f"draft_tokens: got {self.draft_tokens} without a draft, expected 0")
-        if self.draft is not None and not 1 <= self.draft_tokens <= 15:
-            raise ValueError(f"draft_tokens: got {self.draft_tokens}, expected 1..15")
+        if self.draft is not None and not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"draft_tokens: got {self.draft_tokens}, expected 1..{MAX_DRAFT_TOKENS} "
+                "(0 is plain decoding)"
+            )
 
     @property
     def width(self) -> int:

@@ -33,9 +33,11 @@ class DraftAttention(nn.Module):
     def _heads(self, x):
         return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
-    def project(self, c: Float[Array, "... H"]) -> tuple[Array, Array]:
-        """Raw key and value `[..., K, D]`: neither normed nor rotated."""
-        return self._heads(self.k_proj(c)), self._heads(self.v_proj(c))
+    def project(
+        self, c: Float[Array, "... H"], key_dtype: DType | None = None
+    ) -> tuple[Array, Array]:
+        """Raw key (in `key_dtype`) and value `[..., K, D]`: neither normed nor rotated."""
+        return self._heads(self.k_proj(c, key_dtype)), self._heads(self.v_proj(c))
 
     def __call__(
         self, x: Float[Array, "B W H"], rotary: tuple[Array, Array], attend: Attend

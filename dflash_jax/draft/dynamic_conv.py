@@ -24,7 +24,7 @@ class DynamicConv(nn.Module):
         c = self.config
         taps = c.conv_kernel_size
         self.base_kernel = self.param("base_kernel", _identity, (2, taps, c.hidden_size))
-        self.kernel_projection = Linear(2 * taps * c.conv_groups, self.dtype)
+        self.kernel_projection = Linear(2 * taps * c.conv_groups, self.dtype, zero=True)
 
     def prepare(
         self, x: Float[Array, "B W H"]
@@ -46,6 +46,6 @@ class DynamicConv(nn.Module):
 
 
 def _identity(key, shape):
-    """Tap 0 is one and the others zero: with a zero projection the layer starts as DFlash's."""
+    """Tap 0 is one and the others zero: the layer starts as DFlash's."""
     del key
     return jnp.zeros(shape, jnp.float32).at[:, 0].set(1.0)

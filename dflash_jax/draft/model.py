@@ -97,7 +97,8 @@ class DraftModel(nn.Module):
           features: concatenated residual taps of the target.
         """
         common = self.hidden_norm(self.fc(features))
-        pairs = [layer.self_attn.project(common) for layer in self.layers]
+        # A context key is not rounded between its projection and its norm.
+        pairs = [layer.self_attn.project(common, jnp.float32) for layer in self.layers]
         gains = jnp.stack([layer.self_attn.k_norm.weight for layer in self.layers])
         return jnp.stack([k for k, _ in pairs]), jnp.stack([v for _, v in pairs]), gains
 

@@ -54,8 +54,9 @@ def append(
     position = start[:, None] + column
     entry = jnp.minimum(position // pool.page_size, pool.block_table.shape[1] - 1)
     page = jnp.take_along_axis(pool.block_table, entry, axis=1)
-    # A dead column, or one past the row's capacity, gets a page that does not exist.
-    live = (column < count[:, None]) & (position < pool.capacity)
+    # A dead column, one past the row's capacity or one whose table entry names no page gets a
+    # page that does not exist; a negative one would wrap to the end of the pool.
+    live = (column < count[:, None]) & (position < pool.capacity) & (page >= 0)
     page = jnp.where(live, page, pages)
     slot = position % pool.page_size
     return pool._replace(

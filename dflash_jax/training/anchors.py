@@ -23,7 +23,7 @@ def draw_anchors(
     """`[rows, count]` distinct anchors per row in `[first, length - draft_tokens)`, ascending."""
     choices = np.arange(first, length - draft_tokens)
     if len(choices) < count:
-        raise ValueError(f"anchors: got {count}, expected at most {len(choices)} in {length} tokens")
+        raise ValueError(f"anchors: got {count}, expected at most {len(choices)}")
     random = np.random.default_rng((seed, step, 1))
     picked = random.permuted(np.tile(choices, (rows, 1)), axis=1)[:, :count]
     return np.sort(picked, axis=1).astype(np.int32)

@@ -9,7 +9,7 @@ from rich import progress
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.distribution import Controls
-from dflash_jax.decoding.generate import PREFILL_CHUNK, decode, prefill_prompts
+from dflash_jax.decoding.loop import PREFILL_CHUNK, decode, prefill_prompts
 from dflash_jax.decoding.round import Spec, Weights
 from dflash_jax.state.sequence import init_sequences
 from dflash_jax.training.corpus import windows

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule.transition import (
     l2_normalise,
+    make_columns,
     per_value_head,
     read,
     transition,
@@ -16,9 +17,8 @@ def prefill(query, key, value, g, beta, state, live):
     value_heads = value.shape[2]
     outputs = []
     for t in range(value.shape[1]):
-        key_hat = per_value_head(l2_normalise(key[:, t]), value_heads)
         query_hat = per_value_head(l2_normalise(query[:, t]), value_heads)
-        stepped = transition(state, key_hat, value[:, t].astype(jnp.float32), g[:, t], beta[:, t])
+        stepped = transition(state, make_columns(key[:, t], value[:, t], g[:, t], beta[:, t]))
         on = t < live
         state = jnp.where(on[:, None, None, None], stepped, state)
         outputs.append(jnp.where(on[:, None, None], read(stepped, query_hat), 0.0))

@@ -7,6 +7,8 @@ value `[..., Hv, Dv]`, log decay g and beta `[..., Hv]`.
 References: Gated Delta Networks (Yang et al., 2024), section 3.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -38,15 +40,29 @@ def per_value_head(x: jax.Array, value_heads: int) -> jax.Array:
     return jnp.repeat(x, value_heads // x.shape[-2], axis=-2)
 
 
-def transition(
-    state: jax.Array, key_hat: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array
-) -> jax.Array:
-    """One token. `key_hat [..., Hv, Dk]` is normalised and already per value head.
+class Column(NamedTuple):
+    """What one token does to the state, ready for `transition`; any leading axes.
 
-    Returns:
-      The next state `[..., Hv, Dk, Dv]`.
+    key_hat `[..., Hv, Dk]` normalised, per value head; value `[..., Hv, Dv]`; decay = exp(g) and
+    beta `[..., Hv]`; all float32.
     """
-    decayed = jnp.exp(g)[..., None, None] * state
+
+    key_hat: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    beta: jax.Array
+
+
+def make_columns(key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array) -> Column:
+    """Column of raw keys `[..., Hk, Dk]` and values; verify and Fold both start from it."""
+    key_hat = per_value_head(l2_normalise(key), value.shape[-2])
+    return Column(key_hat, value.astype(jnp.float32), jnp.exp(g), beta)
+
+
+def transition(state: jax.Array, column: Column) -> jax.Array:
+    """One token: the next state `[..., Hv, Dk, Dv]`."""
+    key_hat, value, decay, beta = column
+    decayed = decay[..., None, None] * state
     # The error is read from the already decayed state.
     error = value - ordered_sum(decayed * key_hat[..., :, None], -2)[..., 0, :]
     update = beta[..., None] * error

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule.transition import (
     l2_normalise,
+    make_columns,
     per_value_head,
     read,
     transition,
@@ -17,16 +18,16 @@ _CHUNKS = (8, 16, 32, CHUNK)  # a short call uses the smallest that holds it
 
 def verify(query, key, value, g, beta, state, live):
     """See `api.verify`. The committed state enters and is not returned."""
-    value_heads = value.shape[2]
+    query_hat = per_value_head(l2_normalise(query), value.shape[2])
 
-    def step(state, column):
-        query, key, value, g, beta = column
-        key_hat = per_value_head(l2_normalise(key), value_heads)
-        query_hat = per_value_head(l2_normalise(query), value_heads)
-        state = transition(state, key_hat, value.astype(jnp.float32), g, beta)
+    def step(state, xs):
+        column, query_hat = xs
+        state = transition(state, column)
         return state, read(state, query_hat)
 
-    columns = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, g, beta)]
+    columns = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 1, 0), (make_columns(key, value, g, beta), query_hat)
+    )
     _, outputs = jax.lax.scan(step, state, columns)
     outputs = jnp.moveaxis(outputs, 0, 1)
     on = jnp.arange(value.shape[1]) < live[:, None]
@@ -35,16 +36,10 @@ def verify(query, key, value, g, beta, state, live):
 
 def fold(state, key, value, g, beta, count):
     """See `api.fold`. Runs `max(count)` steps; columns past a row's count are discarded."""
-    value_heads = value.shape[3]
+    columns = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), make_columns(key, value, g, beta))
 
     def step(i, state):
-        def column(x):
-            return jax.lax.dynamic_index_in_dim(x, i, axis=2, keepdims=False)
-
-        key_hat = per_value_head(l2_normalise(column(key)), value_heads)
-        stepped = transition(
-            state, key_hat, column(value).astype(jnp.float32), column(g), column(beta)
-        )
+        stepped = transition(state, jax.tree.map(lambda x: x[i], columns))
         return jnp.where((i < count)[:, None, None, None], stepped, state)
 
     return jax.lax.fori_loop(0, jnp.max(count), step, state)

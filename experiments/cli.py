@@ -1,0 +1,27 @@
+"""What every script shares: one line for a mistake, and an exit code that says so."""
+
+import sys
+from collections.abc import Callable
+
+from absl import app, logging
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses flags and runs `main`.
+
+    What a user can get wrong raises ValueError or OSError with a message meant for them: it is
+    printed as one line and the exit code is 2. With `-v 1` the traceback is shown too.
+    """
+
+    def guarded(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        try:
+            main()
+        except (ValueError, OSError) as error:
+            if logging.vlog_is_on(1):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    app.run(guarded)

@@ -1,0 +1,73 @@
+"""Generates text from a prompt or a file of prompts.
+
+    python -m experiments.generate --prompt "def main():" --max_new_tokens 64
+    python -m experiments.generate --prompt_file prompts.txt --rows 4 --temperature 0.8 --json
+"""
+
+import json
+import pathlib
+
+import rich.console
+from absl import flags
+
+from dflash_jax import Sampling, generate, load_pair
+from experiments import cli, show
+
+_PROMPT = flags.DEFINE_string("prompt", None, "text to continue")
+_PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "file with one prompt a line")
+_TARGET = flags.DEFINE_string("target", "tiny", "embedded name or Hugging Face directory")
+_DRAFT = flags.DEFINE_string("draft", "tiny-dflash2", "likewise; 'none' is plain decoding")
+_DRAFT_TOKENS = flags.DEFINE_integer(
+    "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+_SEED = flags.DEFINE_integer("seed", 0, "row i has seed + i")
+_MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "tokens to generate per prompt")
+_DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
+_ROWS = flags.DEFINE_integer("rows", 1, "prompts decoded together, 1..8")
+_JSON = flags.DEFINE_bool("json", False, "one JSON object per prompt instead of colours")
+
+
+def read_prompts() -> list[str]:
+    """The prompt, or the lines of the prompt file."""
+    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+        raise ValueError("give either --prompt or --prompt_file")
+    if _PROMPT.value is not None:
+        return [_PROMPT.value]
+    lines = pathlib.Path(_PROMPT_FILE.value).read_text(encoding="utf-8").splitlines()
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{_PROMPT_FILE.value}: no prompt in it")
+    return prompts
+
+
+def main() -> None:
+    if not 1 <= _ROWS.value <= 8:
+        raise ValueError(f"--rows: got {_ROWS.value}, expected 1..8")
+    prompts = read_prompts()
+    draft = None if _DRAFT.value == "none" else _DRAFT.value
+    pair = load_pair(_TARGET.value, draft, _DTYPE.value)
+    console = rich.console.Console()
+    if not _JSON.value:
+        console.print(f"{_TARGET.value}: {pair.describe()}", style="bold", highlight=False)
+        console.print(show.legend())
+    for start in range(0, len(prompts), _ROWS.value):
+        batch = prompts[start : start + _ROWS.value]
+        results = generate(
+            pair,
+            batch,
+            draft_tokens=_DRAFT_TOKENS.value,
+            max_new_tokens=_MAX_NEW.value,
+            sampling=Sampling(_TEMPERATURE.value),
+            seed=_SEED.value + start,
+        )
+        for prompt, result in zip(batch, results, strict=True):
+            if _JSON.value:
+                print(json.dumps(show.as_json(prompt, result)))
+                continue
+            console.print(show.coloured(pair.tokenizer, prompt, result))
+            console.print(show.summary(result), style="dim", highlight=False)
+
+
+if __name__ == "__main__":
+    cli.run(main)
