@@ -34,8 +34,11 @@ def read_prompts() -> list[str]:
         raise ValueError("give either --prompt or --prompt_file")
     if _PROMPT.value is not None:
         return [_PROMPT.value]
-    lines = pathlib.Path(_PROMPT_FILE.value).read_text(encoding="utf-8").splitlines()
-    prompts = [line for line in lines if line.strip()]
+    try:
+        text = pathlib.Path(_PROMPT_FILE.value).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_PROMPT_FILE.value}: not UTF-8 text ({error})") from error
+    prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"{_PROMPT_FILE.value}: no prompt in it")
     return prompts
@@ -49,7 +52,8 @@ def main() -> None:
     pair = load_pair(_TARGET.value, draft, _DTYPE.value)
     console = rich.console.Console()
     if not _JSON.value:
-        console.print(f"{_TARGET.value}: {pair.describe()}", style="bold", highlight=False)
+        title = f"{_TARGET.value}: {pair.describe()}"
+        console.print(title, style="bold", highlight=False, soft_wrap=True)
         console.print(show.legend())
     for start in range(0, len(prompts), _ROWS.value):
         batch = prompts[start : start + _ROWS.value]
@@ -65,7 +69,8 @@ def main() -> None:
             if _JSON.value:
                 print(json.dumps(show.as_json(prompt, result)))
                 continue
-            console.print(show.coloured(pair.tokenizer, prompt, result))
+            # Soft: a file gets the text as it is, without line breaks of the console's.
+            console.print(show.coloured(pair.tokenizer, prompt, result), soft_wrap=True)
             console.print(show.summary(result), style="dim", highlight=False)
 
 

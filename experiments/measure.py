@@ -81,12 +81,13 @@ def pooled_mean(groups: list[np.ndarray]) -> float:
 
 def bootstrap_interval(groups: list[np.ndarray], samples: int = 1000) -> tuple[float, float]:
     """95 % percentile interval of the pooled mean, resampling whole groups (seed fixed)."""
-    sums = np.asarray([group.sum() for group in groups], np.float64)
-    counts = np.asarray([len(group) for group in groups], np.float64)
-    if not counts.sum():
+    groups = [group for group in groups if len(group)]  # an empty one has no mean to resample
+    if not groups:
         return float("nan"), float("nan")
+    sums = np.asarray([group.sum() for group in groups], np.float64)
+    counts = np.asarray([len(group) for group in groups])
     picks = np.random.default_rng(0).integers(0, len(groups), (samples, len(groups)))
-    means = sums[picks].sum(1) / np.maximum(counts[picks].sum(1), 1)
+    means = sums[picks].sum(1) / counts[picks].sum(1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 
@@ -105,9 +106,7 @@ def phase_seconds(
     state = job.prefill()
     seconds = {"verify": _time(_verify_loop, spec, repeats, trials, weights, state, job.controls)}
     if spec.draft is not None:
-        seconds["draft"] = _time(
-            _draft_loop, spec, repeats, trials, weights, state, job.controls
-        )
+        seconds["draft"] = _time(_draft_loop, spec, repeats, trials, weights, state, job.controls)
     return seconds
 
 

@@ -17,20 +17,22 @@ _CHARACTERS = 2400  # more than 700 tokens
 _DEFINITION = re.compile(r"^(def|class) ", re.MULTILINE)
 
 
-def held_out_prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
+def held_out_prompts(tokenizer: Tokenizer | None, count: int, tokens: int) -> list[list[int]]:
     """Token ids of the first `count` held-out prompts, each cut to its first `tokens` tokens.
 
     Raises:
-      ValueError: more prompts, or longer ones, than the file has.
+      ValueError: more prompts, or longer ones, than the file has, or no tokenizer.
     """
+    if tokenizer is None:
+        raise ValueError("held-out prompts are text, but the target has no tokenizer.json")
     entries = json.loads(FILE.read_text(encoding="utf-8"))
     if not 1 <= count <= len(entries):
         raise ValueError(f"prompts: got {count}, expected 1..{len(entries)}")
-    prompts = [tokenizer.encode(entry["text"])[:tokens] for entry in entries[:count]]
+    prompts = [tokenizer.encode(entry["text"]) for entry in entries[:count]]
     shortest = min(map(len, prompts))
     if not 1 <= tokens <= shortest:
         raise ValueError(f"prompt tokens: got {tokens}, expected 1..{shortest}")
-    return prompts
+    return [prompt[:tokens] for prompt in prompts]
 
 
 def choose(count: int) -> list[dict[str, str]]:

@@ -50,8 +50,7 @@ def coloured(tokenizer: Tokenizer, prompt: str, generation: Generation) -> rich.
     return line
 
 
-    accepted = f"% accepted ≥ 1..{draft_tokens}"
-    for name in ("", "tokens/s", "× plain", "rounds", "τ", "95 %", accepted):
+def summary(generation: Generation) -> str:
     """What happened, in one line: effective width, rounds, acceptance."""
     return (
         f"{len(generation.tokens)} tokens in {len(generation.rounds)} rounds, "

@@ -11,13 +11,15 @@ same command continues from the newest save in `--workdir`.
 
 import pathlib
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from dflash_jax.config import check_pair
 from dflash_jax.io.pair import load_pair
 from dflash_jax.io.tensors import write_params
 from dflash_jax.training import corpus, draft, loop
 from dflash_jax.training.anchors import draw_anchors
 from dflash_jax.training.continuations import load_or_make, make_continuations
+from experiments import cli
 from experiments.configs import tiny
 
 _KIND = flags.DEFINE_enum("kind", "dflash2", ["dflash", "dflash2"], "which draft")
@@ -39,11 +41,12 @@ _SEED = flags.DEFINE_integer("seed", 0, "initialisation, data and batches", lowe
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 250, "steps between saves", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     config = tiny.DFLASH2 if _KIND.value == "dflash2" else tiny.DFLASH
     pair = load_pair(_TARGET.value, None)
+    if pair.tokenizer is None:
+        raise ValueError(f"{_TARGET.value}: no tokenizer.json, which the prompts need")
+    check_pair(pair.target, config, pair.tokenizer.vocab_size)
     stream = corpus.token_stream(pair.tokenizer, held_out=False)
 
     def continuations():
@@ -89,4 +92,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

@@ -7,11 +7,12 @@ Interrupt it at will: the same command continues from the newest save in `--work
 
 import pathlib
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from dflash_jax.io.tensors import write_params
 from dflash_jax.io.tokenizer import Tokenizer
 from dflash_jax.training import corpus, loop, target
+from experiments import cli
 from experiments.configs import tiny
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "saves, metrics.jsonl", required=True)
@@ -24,9 +25,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "initialisation and batches", lower_boun
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 250, "steps between saves", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     config = tiny.TARGET
     texts = (text for _, text in corpus.library_files(held_out=False))
     tokenizer = corpus.train_tokenizer(texts, config.vocab_size)
@@ -56,4 +55,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

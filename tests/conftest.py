@@ -8,6 +8,7 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,6 +25,13 @@ def pytest_addoption(parser):
         default=TESTS / "fixtures",
         help="directory of parity fixtures (default: the committed ones)",
     )
+
+
+def pytest_configure(config):
+    """XLA programs are kept between runs, where pytest keeps its own cache."""
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 class Checkpoint(NamedTuple):

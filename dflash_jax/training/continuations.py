@@ -37,7 +37,14 @@ def make_continuations(
 
     Returns:
       tokens `[sequences, length]` int32 (prompt included) and greedy `[sequences]` bool.
+
+    Raises:
+      ValueError: `prompt` is not whole chunks, or `length` leaves nothing to continue.
     """
+    if prompt < 1 or prompt % PREFILL_CHUNK:
+        raise ValueError(f"prompt: got {prompt}, expected a multiple of {PREFILL_CHUNK}")
+    if length <= prompt:
+        raise ValueError(f"length: got {length}, expected more than the prompt's {prompt}")
     spec = Spec(config, None, 0, public_vocab)
     new = length - prompt
     # Even rows are greedy, odd ones sampled: both kinds in every batch, one compile.
@@ -47,7 +54,8 @@ def make_continuations(
     done = []
     for batch in progress.track(range(batches), description="continuations"):
         prompts = windows(stream, prompt, rows, seed, batch)
-        seeds = jnp.arange(rows, dtype=jnp.uint32) + np.uint32(seed * 1_000_003 + batch * rows)
+        first = seed * 1_000_003 + batch * rows
+        seeds = jnp.arange(rows, dtype=jnp.uint32) + np.uint32(first % 2**32)
         state = init_sequences(config, None, seeds, length + 1, 1, jnp.float32)
         weights = Weights(params, None)
         lengths = jnp.full(rows, prompt, jnp.int32)
@@ -64,6 +72,7 @@ def load_or_make(path: pathlib.Path, make) -> tuple[np.ndarray, np.ndarray]:
     if path.is_file():
         with np.load(path) as saved:
             return saved["tokens"], saved["greedy"]
+    path.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     tokens, greedy = make()
     partial = path.with_suffix(".partial.npz")
     np.savez_compressed(partial, tokens=tokens, greedy=greedy)

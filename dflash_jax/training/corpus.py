@@ -74,7 +74,13 @@ def tokenizer_files(tokenizer: tokenizers.Tokenizer, max_length: int) -> dict[st
 
 
 def token_stream(tokenizer: Tokenizer, held_out: bool) -> np.ndarray:
-    """All files of one side of the split as one int32 stream, end-of-text after each."""
+    """All files of one side of the split as one int32 stream, end-of-text after each.
+
+    Raises:
+      ValueError: the tokenizer names no single end-of-text token.
+    """
+    if len(tokenizer.eos_token_ids) != 1:
+        raise ValueError(f"tokenizer: eos tokens {tokenizer.eos_token_ids}, expected exactly one")
     (end,) = tokenizer.eos_token_ids
     pieces = [tokenizer.encode(text) + [end] for _, text in library_files(held_out)]
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])

@@ -53,11 +53,14 @@ class Batch(NamedTuple):
 
 
 def pick_rows(total: int, rows: int, seed: int, step: int) -> np.ndarray:
-    """Indices of the sequences of batch `step`; every epoch visits each sequence once."""
-    per_epoch = max(1, total // rows)
-    order = np.random.default_rng((seed, step // per_epoch, 2)).permutation(total)
-    start = step % per_epoch * rows
-    return np.take(order, np.arange(start, start + rows), mode="wrap")
+    """Indices of the sequences of batch `step`; every epoch visits each sequence once.
+
+    Where `rows` does not divide `total`, the batch at the border has the end of one epoch and the
+    beginning of the next.
+    """
+    epoch, at = np.divmod(step * rows + np.arange(rows), total)
+    orders = {e: np.random.default_rng((seed, e, 2)).permutation(total) for e in np.unique(epoch)}
+    return np.asarray([orders[e][i] for e, i in zip(epoch, at, strict=True)])
 
 
 def init_params(config: DraftConfig, seed: int) -> Params:

@@ -7,6 +7,7 @@ run is the run that would have been.
 """
 
 import json
+import os
 import pathlib
 import shutil
 import time
@@ -98,6 +99,20 @@ def save(directory: pathlib.Path, state: TrainState) -> None:
         shutil.rmtree(directory / f"step_{old:07d}")
 
 
+def _drop_rows_after(path: pathlib.Path, step: int) -> None:
+    """Cuts metrics back to the save that the run continues from; a torn last line goes too."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept), "utf-8")
+    os.replace(part, path)
+
+
 def run(
     step_fn: Callable,
     state: TrainState,
@@ -110,6 +125,8 @@ def run(
     evaluate: Callable[[Params], dict[str, float]] | None = None,
 ) -> TrainState:
     """Trains up to step `steps`, resuming from `directory`; appends to its `metrics.jsonl`.
+
+    Steps done again after an interruption replace their earlier rows there.
 
     Args:
       step_fn: from `make_step`.
@@ -129,6 +146,7 @@ def run(
         progress.TextColumn("{task.fields[note]}"),
     )
     started, first = time.monotonic(), int(state.step)
+    _drop_rows_after(directory / "metrics.jsonl", first)
     with (
         open(directory / "metrics.jsonl", "a", encoding="utf-8") as log,
         progress.Progress(*columns) as bar,
@@ -138,15 +156,16 @@ def run(
             state, metrics = step_fn(state, batch_at(at))
             done = at + 1
             last = done == steps
-            if done % log_every == 0 or last:
+            saving = done % save_every == 0 or last
+            if done % log_every == 0 or saving:
                 row = {name: float(value) for name, value in metrics.items()}
                 row["seconds"] = round(time.monotonic() - started, 1)
-                if evaluate and (done % save_every == 0 or last):
+                if evaluate and saving:
                     row |= evaluate(state.params)
                 print(json.dumps({"step": done} | row), file=log, flush=True)
                 note = " ".join(f"{k} {v:.3f}" for k, v in row.items() if "loss" in k)
                 bar.update(task, note=note)
-            if done % save_every == 0 or last:
+            if saving:
                 save(directory, state)
             bar.update(task, completed=done)
     return state

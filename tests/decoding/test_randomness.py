@@ -53,7 +53,8 @@ def test_a_row_draws_the_same_numbers_anywhere():
         alone = uniforms(seed[row : row + 1], start[row : row + 1], 4, Purpose.PROPOSAL)
         np.testing.assert_array_equal(alone[0], batch[row])
     # Same position, other seed: another number.
-    assert np.unique(np.asarray(uniforms(seeds(64), jnp.full(64, 12), 1, Purpose.ACCEPT))).size == 64
+    others = uniforms(seeds(64), jnp.full(64, 12), 1, Purpose.ACCEPT)
+    assert np.unique(np.asarray(others)).size == 64
 
 
 def test_large_seeds_and_positions_are_told_apart():
