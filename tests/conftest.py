@@ -5,6 +5,7 @@
 """
 
 import functools
+import os
 import pathlib
 from typing import Any, NamedTuple
 
@@ -28,7 +29,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """XLA programs are kept between runs, where pytest keeps its own cache."""
+    """One core per worker; XLA programs are kept between runs, beside pytest's own cache.
+
+    Two workers whose thread pools both span both cores wait for each other inside every matrix
+    product, which makes small ones many times slower.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
     if config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
