@@ -51,7 +51,8 @@ def main() -> None:
     )
     show.print_comparison(rich.console.Console(), figures)
     if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+        text = json.dumps(show.without_nan(figures), indent=2, allow_nan=False)
+        pathlib.Path(_JSON.value).write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,15 @@ def as_json(prompt: str, generation: Generation) -> dict:
     }
 
 
+def without_nan(value):
+    """The same figures with None for every NaN, at any depth: JSON has no other word for it."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def table(rows: list[dict], draft_tokens: int, title: str) -> rich.table.Table:
     """The comparison: one row per setting, as `measure.measure` returns them."""
     view = rich.table.Table(title=title)

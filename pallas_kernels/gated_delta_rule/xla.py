@@ -16,6 +16,11 @@ _BASE = 8
 _CHUNKS = (8, 16, 32, CHUNK)  # a short call uses the smallest that holds it
 
 
+def _at(x, i):
+    """`x[i]` of a loop counter: in range, so without the checks that indexing compiles to."""
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
+
+
 def verify(query, key, value, g, beta, state, live):
     """See `api.verify`. The committed state enters and is not returned.
 
@@ -29,8 +34,12 @@ def verify(query, key, value, g, beta, state, live):
 
     def step(i, carry):
         state, outputs = carry
-        state = transition(state, jax.tree.map(lambda x: x[i], columns))
-        return state, outputs.at[i].set(read(state, queries[i]))
+        state = transition(state, jax.tree.map(lambda x: _at(x, i), columns))
+        output = read(state, _at(queries, i))
+        start = (i,) + (0,) * output.ndim
+        return state, jax.lax.dynamic_update_slice(
+            outputs, output[None], start, allow_negative_indices=False
+        )
 
     outputs = jnp.zeros((value.shape[1], value.shape[0], *value.shape[2:]), jnp.float32)
     _, outputs = jax.lax.fori_loop(0, jnp.max(live), step, (state, outputs))
@@ -44,7 +53,7 @@ def fold(state, key, value, g, beta, count):
     columns = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), make_columns(key, value, g, beta))
 
     def step(i, state):
-        stepped = transition(state, jax.tree.map(lambda x: x[i], columns))
+        stepped = transition(state, jax.tree.map(lambda x: _at(x, i), columns))
         return jnp.where((i < count)[:, None, None, None], stepped, state)
 
     return jax.lax.fori_loop(0, jnp.max(count), step, state)

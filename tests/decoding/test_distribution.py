@@ -96,9 +96,7 @@ def test_padded_rows_have_no_mass_however_high_they_score(rng):
         np.testing.assert_allclose(
             law[row, :, :5], softmax(logits[row, :, :5], temperatures[row]), **CLOSE
         )
-    np.testing.assert_array_equal(
-        best_token(jnp.asarray(logits), 5), logits[..., :5].argmax(-1)
-    )
+    np.testing.assert_array_equal(best_token(jnp.asarray(logits), 5), logits[..., :5].argmax(-1))
     assert np.isneginf(public_logits(jnp.asarray(logits), 5)[..., 5:]).all()
     np.testing.assert_array_equal(public_logits(jnp.asarray(logits), 8), logits)
 

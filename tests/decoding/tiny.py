@@ -1,8 +1,8 @@
 """Tiny random pairs: the real modules at sizes that compile in seconds, and their text.
 
-Target: four layers, one of them full attention; window of the draft's rings: 8 slots. Token 0 is
-never the target's choice (its head row is zero), so that a draft that proposes nothing else is
-always wrong.
+Target: four layers, one of them full attention (two in the small one, for tests that compile
+many programs); window of the draft's rings: 8 slots. Token 0 is never the target's choice (its
+head row is zero), so that a draft that proposes nothing else is always wrong.
 """
 
 import dataclasses
@@ -49,6 +49,7 @@ TARGET = TargetConfig(
     linear_num_value_heads=2,
     max_position_embeddings=4096,
 )
+SMALL = dataclasses.replace(TARGET, num_hidden_layers=2, layer_types=(LINEAR, FULL))
 DFLASH = DraftConfig(
     dflash2=False,
     hidden_size=32,
@@ -106,8 +107,8 @@ def random_params(init, config, seed, dtype="float32"):
 
 
 @functools.cache
-def target_params(dtype="float32"):
-    params = random_params(target_training.init_params, TARGET, 11, dtype)
+def target_params(config, dtype="float32"):
+    params = random_params(target_training.init_params, config, 11, dtype)
     head = params["lm_head"]["weight"]
     params["lm_head"]["weight"] = head.at[0].set(0.0)
     # A faint mask: what the block attends to then decides the proposals.
@@ -122,10 +123,13 @@ def draft_params(config, dtype="float32"):
 
 
 @functools.cache
-def pair(draft: DraftConfig | None, dtype: str = "float32") -> Pair:
-    """A target with an untrained draft: proposals are as good as guesses."""
-    params = draft_params(draft, dtype) if draft else None
-    return Pair(TARGET, target_params(dtype), draft, params, None, dtype)
+def pair(draft: DraftConfig | None, dtype: str = "float32", target: TargetConfig = TARGET) -> Pair:
+    """A target with an untrained draft, which taps its first and last layer."""
+    params = None
+    if draft is not None:
+        draft = dataclasses.replace(draft, target_layer_ids=(0, target.num_hidden_layers - 1))
+        params = draft_params(draft, dtype)
+    return Pair(target, target_params(target, dtype), draft, params, None, dtype)
 
 
 def always_wrong(pair: Pair) -> Pair:
@@ -136,10 +140,10 @@ def always_wrong(pair: Pair) -> Pair:
 
 
 def prompts(count: int, seed: int = 5, shortest: int = 1, longest: int = 60) -> list[list[int]]:
-    """Ragged prompts; the first two have the two extreme lengths."""
+    """The first of eight ragged prompts; the first two have the two extreme lengths."""
     rng = np.random.default_rng(seed)
-    lengths = [shortest, longest, *rng.integers(shortest, longest + 1, size=count)]
-    return [rng.integers(VOCAB, size=length).tolist() for length in lengths[:count]]
+    lengths = [shortest, longest, *rng.integers(shortest, longest + 1, size=6)]
+    return [rng.integers(VOCAB, size=length).tolist() for length in lengths][:count]
 
 
 class Phases:
@@ -152,10 +156,14 @@ class Phases:
         draft = pair.draft if draft_tokens else None
         self.spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
         self.weights = Weights(pair.target_params, pair.draft_params if draft else None)
-        for name in ("prefill", "select_anchor", "catch_up", "propose", "verify"):
+        for name in ("prefill", "select_anchor", "catch_up", "propose"):
             setattr(self, name, functools.partial(COMPILED[name], self.spec, self.weights))
         self.accept = functools.partial(COMPILED["accept"], self.spec)
         self.commit = COMPILED["commit"]
+
+    def verify(self, state, proposal, active=None):
+        active = jnp.ones(len(state.frontier), bool) if active is None else jnp.asarray(active)
+        return COMPILED["verify"](self.spec, self.weights, state, proposal, active)
 
     def init(self, seeds, capacity: int = 256, page_size: int = 8):
         """Empty sequences whose pages lie scattered over the pools."""

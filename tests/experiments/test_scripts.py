@@ -1,7 +1,6 @@
 """The scripts from their command lines: what they print, write and say about mistakes."""
 
 import ast
-import dataclasses
 import json
 import pathlib
 import re
@@ -146,9 +145,9 @@ def test_a_draft_for_another_target(mistaken, pair_flags, tmp_path):
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"hidden_size": 96}))
-    assert_one_line(mistaken(P, f"--draft={path.parent}"), "hidden_size", "96", "64")
-    path.write_text(json.dumps(config | {"num_target_layers": 24}))
-    assert_one_line(mistaken(P, f"--draft={path.parent}"), "num_target_layers", "24", "8")
+    assert_one_line(mistaken(P, f"--draft={path.parent}"), "hidden_size", "96", "32")
+    (path.parent / "config.json").write_text(json.dumps(config | {"num_target_layers": 24}))
+    assert_one_line(mistaken(P, f"--draft={path.parent}"), "num_target_layers", "24", "2")
     # Draft and target the wrong way round, and a directory that is no checkpoint.
     assert_one_line(mistaken(P, f"--draft={pair_flags['target']}"), "architectures")
     assert_one_line(mistaken(P, f"--draft={tmp_path}"), str(tmp_path), "config.json")
@@ -229,6 +228,7 @@ def test_compare_writes_what_it_shows(script, pair_flags, tmp_path, monkeypatch,
     settings = figures["settings"]
     assert [row["name"] for row in settings] == ["plain", *drafts]
     plain = settings[0]
+    assert plain["acceptance_length"] is None and plain["acceptance_interval"] == [None, None]
     assert plain["draft_tokens"] == 0 and plain["rounds"] == plain["tokens"] <= 30
     for row in settings:
         assert row["tokens"] == plain["tokens"]
@@ -256,7 +256,7 @@ def test_compare_writes_what_it_shows(script, pair_flags, tmp_path, monkeypatch,
 
 
 @pytest.fixture
-def small_training(monkeypatch):
+def small_training(monkeypatch, small_configs):
     """A few library files and a small geometry in place of the embedded pair's."""
     names = ("abc.py", "bisect.py", "colorsys.py", "enum.py", "heapq.py")
     root = pathlib.Path(ast.__file__).parent
@@ -268,19 +268,8 @@ def small_training(monkeypatch):
                 yield name, text
 
     monkeypatch.setattr(corpus, "library_files", library_files)
-    target = dataclasses.replace(
-        tiny.TARGET, vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        layer_types=tiny.PERIOD, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        mrope_section=(2, 1, 1), linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
-    monkeypatch.setattr(tiny, "TARGET", target)
-    for name in ("DFLASH", "DFLASH2"):
-        draft = dataclasses.replace(
-            getattr(tiny, name), vocab_size=320, hidden_size=32, intermediate_size=48,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=16, target_layer_ids=(1, 3),
-            num_target_layers=4, sliding_window=16,
-        )  # fmt: skip
-        monkeypatch.setattr(tiny, name, draft)
+    for name, config in small_configs.items():
+        monkeypatch.setattr(tiny, name.upper(), config)
 
 
 def steps_of(workdir: pathlib.Path) -> list[dict]:
@@ -296,7 +285,7 @@ def test_train_target_then_a_draft_of_each_kind(script, small_training, tmp_path
     ) == 0  # fmt: skip
     (row,) = steps_of(tmp_path / "run")
     assert row["step"] == 1 and 4.0 < row["loss"] < 8.0 and 4.0 < row["held_out_loss"] < 8.0
-    assert load_pair(target, None).target == dataclasses.replace(tiny.TARGET)
+    assert load_pair(target, None).target == tiny.TARGET
 
     data = tmp_path / "data" / "continuations.npz"
     for kind in ("dflash", "dflash2"):
@@ -312,7 +301,7 @@ def test_train_target_then_a_draft_of_each_kind(script, small_training, tmp_path
         assert ("selector_loss" in row) == (kind == "dflash2")
         pair = load_pair(target, output)
         assert pair.draft == getattr(tiny, kind.upper())
-        assert pair.public_vocab <= 320 and pair.eos_token_ids == (0,)
+        assert pair.public_vocab <= 300 and pair.eos_token_ids == (0,)
     with np.load(data) as saved:
         assert saved["tokens"].shape == (4, 96)
     # What was written drafts, and greedy text is the target's whatever it drafts.
@@ -334,7 +323,7 @@ def test_train_draft_refuses_a_target_of_another_geometry(
 ):
     places = [f"--workdir={tmp_path / 'run'}", f"--data={tmp_path / 'data.npz'}"]
     assert script("train_draft")(f"--target={pair_flags['target']}", *places) == 2
-    assert_one_line(capsys.readouterr(), "hidden_size", "192", "64")
+    assert_one_line(capsys.readouterr(), "hidden_size", "192", "32")
     assert script("train_draft")(f"--target={fixtures_dir / 'dense_text'}", *places) == 2
     assert_one_line(capsys.readouterr(), "no tokenizer.json")
     assert not list(tmp_path.iterdir())

@@ -44,12 +44,14 @@ def recurrence(query, key, value, g, beta, state):
 
 
 def inputs(rng, rows, tokens, key_heads=2, value_heads=4, key_dim=16, value_dim=8):
-    """Random arguments `(query, key, value, g, beta, state)` with decays spread over (0, 1)."""
+    """Random arguments `(query, key, value, g, beta, state)`; heads from slow to fast decay."""
 
     def normal(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
+    # The first head remembers hundreds of tokens, the last one a few.
     g = -np.exp(rng.uniform(-5, 1, size=(rows, tokens, value_heads)))
+    g *= np.geomspace(0.01, 1, value_heads)
     return (
         normal(rows, tokens, key_heads, key_dim),
         normal(rows, tokens, key_heads, key_dim),

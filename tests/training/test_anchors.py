@@ -122,7 +122,7 @@ def test_a_window_of_the_whole_length_is_no_window(draft_config):
 
 
 def make_gradients(config, params, anchors, length=12):
-    """`block -> (|gradient| for features [B, T, F], for inputs [BA, W, H])` of its hidden columns."""
+    """`block -> |gradients|` of its hidden columns for features [B, T, F] and inputs [BA, W, H]."""
     random = np.random.default_rng(3)
     width = len(config.target_layer_ids) * config.hidden_size
     features = random.normal(size=(len(anchors), length, width)).astype(np.float32)
