@@ -41,9 +41,8 @@ def adamw(peak: float, steps: int, *, warmup: float = 0.04, clip: float = 1.0, d
       steps: length of the whole run.
       warmup: part of `steps` spent warming up.
     """
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, peak, max(1, int(warmup * steps)), steps, end_value=0.1 * peak
-    )
+    rising = min(max(1, int(warmup * steps)), steps - 1)  # a run of one step has no warm-up
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, rising, steps, end_value=0.1 * peak)
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.adamw(

@@ -99,7 +99,7 @@ def assert_same_text(results, label: str) -> None:
     for index, (result, expected) in enumerate(zip(results, plain(), strict=True)):
         if result.tokens == expected:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(result.tokens, expected)) if a != b)
+        at = next(i for i, (a, b) in enumerate(zip(result.tokens, expected, strict=True)) if a != b)
         got, want = result.tokens[at], expected[at]
         gap = logit_gap(prompts()[index] + expected[:at], got, want)
         print(f"{label}: prompt {index}, token {at}: {got} for {want}, logits differ by {gap:.1e}")

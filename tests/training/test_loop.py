@@ -161,6 +161,12 @@ def test_schedule_warms_up_and_ends_at_a_tenth():
     assert np.argmax(rates) == 5
 
 
+def test_a_run_of_one_step_learns():
+    params = {"b": jnp.zeros(1)}
+    (update,) = updates([{"b": jnp.ones(1)}], params)
+    np.testing.assert_allclose(update["b"], -1.0, rtol=1e-5)
+
+
 def test_matrices_alone_are_decayed():
     params = {"matrix": jnp.full((2, 2), 3.0), "gain": jnp.full(2, 3.0)}
     nothing = jax.tree.map(jnp.zeros_like, params)
