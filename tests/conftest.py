@@ -26,6 +26,11 @@ def pytest_addoption(parser):
         default=TESTS / "fixtures",
         help="directory of parity fixtures (default: the committed ones)",
     )
+    parser.addoption(
+        "--all-prompts",
+        action="store_true",
+        help="greedy equality over all 64 prompts in every batch size (default: B = 8 only)",
+    )
 
 
 def pytest_configure(config):

@@ -1,5 +1,6 @@
 """The public `generate`: prompts in, one compiled batch, results out."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,9 +41,16 @@ class Job(NamedTuple):
     stop_ids: Int[Array, "E"]
 
     def prefill(self) -> SequenceState:
-        return prefill_prompts(
-            self.spec, self.weights, self.state, self.prompts, self.lengths, self.controls
+        # Neither the width of a block nor its pending features concern the prompt: left out, one
+        # compiled prefill serves every width.
+        spec = self.spec
+        if spec.draft is not None:
+            spec = dataclasses.replace(spec, draft_tokens=1)
+        state = self.state._replace(pending=None)
+        state = prefill_prompts(
+            spec, self.weights, state, self.prompts, self.lengths, self.controls
         )
+        return state._replace(pending=self.state.pending)
 
     def decode(self, state: SequenceState) -> tuple[SequenceState, Progress]:
         return decode(

@@ -1,5 +1,6 @@
 """Continuations are the target's own: what `generate` would say to the same prompts."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,16 +12,23 @@ PROMPT, LENGTH, ROWS, SEED = 64, 74, 4, 3
 
 
 @pytest.fixture(scope="module")
+def params(target_params):
+    """The tiny target with a head so flat that sampled tokens show the temperature."""
+    gain = jnp.full_like(target_params["model"]["norm"]["weight"], -0.7)  # 1 + w is applied
+    return target_params | {"model": target_params["model"] | {"norm": {"weight": gain}}}
+
+
+@pytest.fixture(scope="module")
 def stream(target_config):
     return np.random.default_rng(0).integers(2, target_config.vocab_size, 900).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
-def made(target_config, target_params, stream):
+def made(target_config, params, stream):
     """Six sequences, from one whole batch and half of another."""
     return make_continuations(
         target_config,
-        target_params,
+        params,
         stream,
         sequences=6,
         prompt=PROMPT,
@@ -32,14 +40,14 @@ def made(target_config, target_params, stream):
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-def test_continuations_equal_plain_generation(target_config, target_params, stream, made, batch):
+def test_continuations_equal_plain_generation(target_config, params, stream, made, batch):
     tokens, greedy = made
     assert tokens.shape == (6, LENGTH)
     assert greedy.tolist() == [True, False] * 3
     prompts = windows(stream, PROMPT, ROWS, SEED, batch)
     mine = tokens[batch * ROWS : (batch + 1) * ROWS]
     np.testing.assert_array_equal(mine[:, :PROMPT], prompts[: len(mine)])
-    pair = Pair(target_config, target_params, None, None, None, "float32")
+    pair = Pair(target_config, params, None, None, None, "float32")
     results = generate(
         pair,
         prompts.tolist(),
@@ -51,10 +59,10 @@ def test_continuations_equal_plain_generation(target_config, target_params, stre
     assert [row[PROMPT:].tolist() for row in mine] == [r.tokens for r in results[: len(mine)]]
 
 
-def test_another_seed_takes_other_prompts(target_config, target_params, stream, made):
+def test_another_seed_takes_other_prompts(target_config, params, stream, made):
     tokens, _ = make_continuations(
         target_config,
-        target_params,
+        params,
         stream,
         sequences=4,
         prompt=PROMPT,
@@ -75,11 +83,11 @@ def test_another_seed_takes_other_prompts(target_config, target_params, stream, 
         (64, 64, "length: got 64, expected more than the prompt's 64"),
     ],
 )
-def test_lengths_that_do_not_fit(target_config, target_params, stream, prompt, length, message):
+def test_lengths_that_do_not_fit(target_config, params, stream, prompt, length, message):
     with pytest.raises(ValueError, match=message):
         make_continuations(
             target_config,
-            target_params,
+            params,
             stream,
             sequences=1,
             prompt=prompt,
