@@ -13,12 +13,13 @@ import pathlib
 
 from absl import flags, logging
 
-from dflash_jax.config import check_pair
+from dflash_jax.config import DraftConfig, check_pair
 from dflash_jax.io.pair import load_pair
 from dflash_jax.io.tensors import write_params
 from dflash_jax.training import corpus, draft, loop
 from dflash_jax.training.anchors import draw_anchors
 from dflash_jax.training.continuations import load_or_make, make_continuations
+from dflash_jax.typing import Params
 from experiments import cli
 from experiments.configs import tiny
 
@@ -38,7 +39,18 @@ _GAMMA = flags.DEFINE_float("gamma", 4.0, "decay of the column weights", lower_b
 _SOFT = flags.DEFINE_bool("soft", True, "learn the target's law on sampled rows")
 _OUTSIDE = flags.DEFINE_enum("outside", "replace", ["replace", "skip"], "gold not in the top-k")
 _SEED = flags.DEFINE_integer("seed", 0, "initialisation, data and batches", lower_bound=0)
+_INIT = flags.DEFINE_string("init", None, "trained draft to start from instead of fresh weights")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 250, "steps between saves", lower_bound=1)
+
+
+def initial_params(config: DraftConfig) -> Params:
+    """Fresh parameters, or those of `--init`, whose geometry must be the one trained here."""
+    if _INIT.value is None:
+        return draft.init_params(config, _SEED.value)
+    pair = load_pair(_TARGET.value, _INIT.value)
+    if pair.draft != config:
+        raise ValueError(f"--init: {_INIT.value} is not a {_KIND.value} draft of this geometry")
+    return pair.draft_params
 
 
 def main() -> None:
@@ -80,7 +92,7 @@ def main() -> None:
     optimiser = loop.adamw(_PEAK.value, _STEPS.value)
     state = loop.run(
         loop.make_step(loss, optimiser),
-        loop.init_state(draft.init_params(config, _SEED.value), optimiser),
+        loop.init_state(initial_params(config), optimiser),
         batch_at,
         _STEPS.value,
         pathlib.Path(_WORKDIR.value),

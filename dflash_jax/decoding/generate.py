@@ -93,7 +93,7 @@ def prepare(
     draft = pair.draft if draft_tokens else None
     spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
     samplings = _per_row("sampling", sampling or Sampling(), len(rows), Sampling)
-    if isinstance(seed, int):
+    if isinstance(seed, (int, np.integer)):
         seed = [seed + index for index in range(len(rows))]
     seeds = [value % 2**32 for value in _per_row("seed", seed, len(rows), int)]
 

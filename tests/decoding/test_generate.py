@@ -240,6 +240,7 @@ def test_any_draft_leaves_the_text_alone(name, draft_tokens, rows):
         tiny.always_wrong(pair), tiny.prompts(rows), draft_tokens=draft_tokens, max_new_tokens=NEW
     )
     assert_plain_text(wrong)
+    assert len(results) == len(wrong) == rows
     for result in wrong:
         assert {r.accepted for r in result.rounds} == {0}
         assert len(result.rounds) == NEW - 1
@@ -393,7 +394,7 @@ def test_a_seed_gives_the_same_tokens_in_any_row():
     # Twice the same request, other seeds, and a number that counts up by row.
     twice = run([prompt] * 3, sampling=hot, seed=[7, 8, 7])
     assert twice[0] == twice[2] == first[0] != twice[1]
-    assert run([prompt] * 3, sampling=hot, seed=7)[:2] == twice[:2]
+    assert run([prompt] * 3, sampling=hot, seed=np.int64(7))[:2] == twice[:2]
     assert run([prompt] * 3, sampling=hot, seed=2**32 + 7)[0] == first[0]
     # The greedy neighbour is plain greedy.
     greedy = run([prompts[5], *prompts[:2]], sampling=Sampling())
