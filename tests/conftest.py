@@ -5,6 +5,7 @@
 """
 
 import functools
+import gc
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -46,6 +47,21 @@ def pytest_configure(config):
     if config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# Linux lets a process have 65,530 memory maps; every compiled kernel takes some, and a worker that
+# has run out aborts inside the compiler.
+_MANY_MAPS = 25_000
+
+
+@pytest.fixture(autouse=True)
+def compiled_programs_fit():
+    """Drops compiled programs after a test when they have become too many for one process."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 class Checkpoint(NamedTuple):

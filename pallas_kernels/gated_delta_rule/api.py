@@ -52,7 +52,8 @@ def prefill(query, key, value, g, beta, state, live, *, implementation: str | No
 def verify(query, key, value, g, beta, state, live, *, implementation: str | None = None):
     """Outputs `[B, T, Hv, Dv]` float32 of the live columns; dead columns give zero.
 
-    `state` is read only: what Fold needs is the inputs themselves (key, value, g, beta).
+    `state` is read only: what Fold needs is the inputs themselves (key, value, g, beta). The XLA
+    form loops to the longest row and has no reverse-mode gradient; `prefill` has.
     """
     _check(query, key, value, g, beta, state, live)
     function = dispatch.choose("gated_delta_rule.verify", _VERIFY, implementation)
