@@ -186,21 +186,37 @@ def test_unknown_and_malformed_flags(script, capsys, name):
         assert "Traceback" not in captured.err
 
 
-@pytest.mark.slow
-def test_exit_code_and_stderr_of_the_real_command(tmp_path):
-    """Once as a user would run it: a failure, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.generate", "--prompt=x", f"--target={tmp_path}"],
+def in_a_process(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+@pytest.mark.slow
+def test_a_failure_as_a_user_sees_it(tmp_path):
+    done = in_a_process("experiments.generate", "--prompt=x", f"--target={tmp_path}")
     assert done.returncode == 2
     assert not done.stdout
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and str(tmp_path) in lines[0]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_embedded_pair_as_a_user_runs_it():
+    """No flag but the prompt: the trained pair, greedy, seven proposals, and it does draft."""
+    done = in_a_process(
+        "experiments.generate", "--prompt=def main():", "--max_new_tokens=48", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = objects(done.stdout)
+    check_counts(row, 48)
+    assert row["draft_tokens"] == 7 and row["block_attention"] == "non_causal"
+    assert row["acceptance_length"] > 1.3
 
 
 # --- compare ---
