@@ -17,7 +17,7 @@ from dflash_jax.decoding.acceptance import (
     point_mass,
     residual,
 )
-from dflash_jax.decoding.distribution import Controls
+from dflash_jax.decoding.distribution import Controls, target_distribution
 from dflash_jax.decoding.randomness import Purpose
 from dflash_jax.io.tensors import stream_tensors
 from pallas_kernels.candidate_selector import candidate_selector
@@ -281,6 +281,33 @@ def test_no_proposals_is_a_plain_step(logits):
     none = point_mass(jnp.zeros((ROWS, 0), jnp.int32), jnp.zeros(ROWS, jnp.int32))
     plain = run_accept(logits[:, :1], none, 1.0)
     np.testing.assert_array_equal(sampled.tokens[:, :1], plain.tokens)
+
+
+def test_draws_are_named_by_position_and_purpose(rng, logits):
+    """The extra token's own position, with the purpose of what happened before it."""
+    count = np.array([4, 4, 4, 3, 2, 1, 0, 0])
+    tokens = rng.integers(PUBLIC, size=(ROWS, DRAFT_TOKENS))
+    proposal = two_candidates(tokens, count, rng.uniform(0.1, 0.9, size=tokens.shape))
+    seed = jnp.asarray(rng.integers(2**32, size=ROWS, dtype=np.uint32))
+    law = target_distribution(
+        jnp.asarray(logits), Controls(jnp.full(ROWS, 0.9)), public_vocab=PUBLIC
+    )
+    seen = set()
+    for frontier in range(3, 30, 3):
+        start = jnp.full(ROWS, frontier)
+        uniforms = randomness.uniforms(seed, start + 1, DRAFT_TOKENS, Purpose.ACCEPT)
+        accepted = accepted_prefix(law, proposal, uniforms)
+        purpose = np.where(accepted < count, Purpose.CORRECTION, Purpose.BONUS)
+        purpose = np.where(count == 0, Purpose.TARGET, purpose)
+        extra = randomness.draw_tokens(
+            extra_law(law, proposal, accepted), seed, start + accepted + 1, jnp.asarray(purpose)
+        )
+        result = run_accept(logits, proposal, 0.9, seed, start)
+        np.testing.assert_array_equal(result.accepted, accepted)
+        last = jnp.take_along_axis(result.tokens, result.accepted[:, None], axis=1)[:, 0]
+        np.testing.assert_array_equal(last, extra)
+        seen |= set(purpose.tolist())
+    assert seen == {Purpose.TARGET, Purpose.CORRECTION, Purpose.BONUS}
 
 
 def test_padded_ids_are_neither_accepted_nor_emitted():

@@ -101,7 +101,7 @@ def test_padded_rows_have_no_mass_however_high_they_score(rng):
     np.testing.assert_array_equal(public_logits(jnp.asarray(logits), 8), logits)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-37, 1e-8, 1e-3])
 def test_a_tiny_temperature_neither_overflows_nor_leaves_the_best_token(temperature):
     logits = jnp.array([[300.0, 299.0, -300.0, 0.0], [-1e4, 3e4, 2e4, -3e4]])
     law = np.asarray(target_distribution(logits, controls(temperature, temperature), 4))

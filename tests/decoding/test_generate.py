@@ -377,28 +377,31 @@ def test_a_stop_id_equal_to_the_mask_stops_only_where_it_is_emitted():
 
 
 def test_a_seed_gives_the_same_tokens_in_any_row():
-    """Alone, in the last of three rows, and beside greedy neighbours with other lengths."""
+    """Every request in every row, and beside greedy neighbours with other lengths."""
     pair, hot = tiny_pair("dflash2"), Sampling(temperature=0.8)
     prompts = tiny.prompts(8)
-    prompt = prompts[4]
 
     def run(batch, **kwargs):
-        return [
-            r.tokens for r in generate(pair, batch, draft_tokens=7, max_new_tokens=NEW, **kwargs)
-        ]
+        results = generate(pair, batch, draft_tokens=7, max_new_tokens=NEW, **kwargs)
+        return [result.tokens for result in results]
 
-    first = run([prompt, *prompts[:2]], sampling=hot, seed=[7, 1, 2])
-    second = run([*prompts[5:7], prompt], sampling=[Sampling(), hot, hot], seed=[3, 9, 7])
-    assert first[0] == second[2]
-    assert len(first[0]) == NEW
-    # Twice the same request, other seeds, and a number that counts up by row.
-    twice = run([prompt] * 3, sampling=hot, seed=[7, 8, 7])
+    requests, seeds = prompts[4:7], [7, 1, 2]
+    first = run(requests, sampling=hot, seed=seeds)
+    assert all(len(tokens) == NEW for tokens in first)
+    for order in ([1, 2, 0], [2, 0, 1]):
+        moved = run([requests[i] for i in order], sampling=hot, seed=[seeds[i] for i in order])
+        assert moved == [first[i] for i in order]
+    # The same request with other seeds, and a number that counts up by row.
+    twice = run([requests[0]] * 3, sampling=hot, seed=[7, 8, 7])
     assert twice[0] == twice[2] == first[0] != twice[1]
-    assert run([prompt] * 3, sampling=hot, seed=np.int64(7))[:2] == twice[:2]
-    assert run([prompt] * 3, sampling=hot, seed=2**32 + 7)[0] == first[0]
-    # The greedy neighbour is plain greedy.
-    greedy = run([prompts[5], *prompts[:2]], sampling=Sampling())
-    assert second[0] == greedy[0]
+    assert run([requests[0]] * 3, sampling=hot, seed=np.int64(7))[:2] == twice[:2]
+    assert run([requests[0]] * 3, sampling=hot, seed=2**32 + 7)[0] == first[0]
+    # A greedy neighbour is plain greedy, and changes nothing.
+    mixed = run(
+        [prompts[1], requests[1], requests[0]], sampling=[Sampling(), hot, hot], seed=[3, 1, 7]
+    )
+    assert mixed[1:] == [first[1], first[0]]
+    assert mixed[0] == plain_results()[1].tokens
 
 
 @pytest.mark.slow
@@ -407,8 +410,9 @@ def test_a_seed_gives_the_same_tokens_alone():
     kwargs = dict(draft_tokens=7, max_new_tokens=NEW, sampling=Sampling(temperature=0.8))
     for seed in (7, 70):
         together = generate(pair, prompts[2:5], seed=[seed - 1, seed + 1, seed], **kwargs)
-        alone = generate(pair, prompts[4], seed=seed, **kwargs)
-        assert alone[0].tokens == together[2].tokens
+        for row, own in enumerate((seed - 1, seed + 1, seed)):
+            alone = generate(pair, prompts[2 + row], seed=own, **kwargs)
+            assert alone[0].tokens == together[row].tokens
 
 
 def test_sampled_plain_decoding():
