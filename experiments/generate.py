@@ -10,7 +10,7 @@ import pathlib
 import rich.console
 from absl import flags
 
-from dflash_jax import Sampling, generate, load_pair
+from dflash_jax import generate, load_pair
 from experiments import cli, show
 
 _PROMPT = flags.DEFINE_string("prompt", None, "text to continue")
@@ -20,9 +20,10 @@ _DRAFT = flags.DEFINE_string("draft", "tiny-dflash2", "likewise; 'none' is plain
 _DRAFT_TOKENS = flags.DEFINE_integer(
     "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
 )
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+_SAMPLING = cli.define_sampling()
 _SEED = flags.DEFINE_integer("seed", 0, "row i has seed + i")
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "tokens to generate per prompt")
+_MIN_NEW = flags.DEFINE_integer("min_new_tokens", 0, "tokens before a stop token may come")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
 _ROWS = flags.DEFINE_integer("rows", 1, "prompts decoded together, 1..8")
 _JSON = flags.DEFINE_bool("json", False, "one JSON object per prompt instead of colours")
@@ -62,7 +63,8 @@ def main() -> None:
             batch,
             draft_tokens=_DRAFT_TOKENS.value,
             max_new_tokens=_MAX_NEW.value,
-            sampling=Sampling(_TEMPERATURE.value),
+            min_new_tokens=_MIN_NEW.value,
+            sampling=_SAMPLING(),
             seed=_SEED.value + start,
         )
         for prompt, result in zip(batch, results, strict=True):

@@ -10,8 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding import randomness
-from dflash_jax.decoding.distribution import Controls, best_token, target_distribution
+from dflash_jax.decoding.distribution import (
+    Controls,
+    best_token,
+    process_logits,
+    target_distribution,
+)
 from dflash_jax.decoding.randomness import Purpose
+from dflash_jax.state.counts import TokenCounts
 from dflash_jax.typing import Array, Float, Int, UInt32
 
 
@@ -51,6 +57,7 @@ def accept(
     logits: Float[Array, "B W V"],
     proposal: Proposal,
     controls: Controls,
+    counts: TokenCounts,
     seed: UInt32[Array, "B"],
     frontier: Int[Array, "B"],
     public_vocab: int,
@@ -60,14 +67,18 @@ def accept(
     Args:
       logits: float32 target scores; column i is the law of position `frontier + i + 1`.
       proposal: what was verified; column i is checked against logits column i.
+      counts: tokens of the prompt and those published, the anchor included.
       frontier: F of each row: absolute positions name the random draws.
       public_vocab: ids from here on are padding of the head.
     """
+    processed = process_logits(
+        logits, controls, counts, proposal.tokens, frontier + 1, public_vocab
+    )
     # Probabilities over the vocabulary are needed only where some row is sampled.
     accepted, extra = jax.lax.cond(
         jnp.any(controls.temperature > 0),
-        lambda: _sampled(logits, proposal, controls, seed, frontier, public_vocab),
-        lambda: _greedy(logits, proposal, public_vocab),
+        lambda: _sampled(processed, proposal, controls, seed, frontier),
+        lambda: _greedy(processed, proposal),
     )
     return Accepted(_licensed(proposal.tokens, accepted, extra), accepted)
 
@@ -78,14 +89,14 @@ def _prefix_length(passed: Array, count: Array) -> Array:
     return jnp.sum(jnp.cumprod((passed & live).astype(jnp.int32), axis=1), axis=1)
 
 
-def _greedy(logits, proposal, public_vocab):
-    best = best_token(logits, public_vocab)
+def _greedy(processed, proposal):
+    best = best_token(processed)
     accepted = _prefix_length(proposal.tokens == best[:, :-1], proposal.count)
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
 
 
-def _sampled(logits, proposal, controls, seed, frontier, public_vocab):
-    law = target_distribution(logits, controls, public_vocab)
+def _sampled(processed, proposal, controls, seed, frontier):
+    law = target_distribution(processed, controls)
     columns = proposal.tokens.shape[1]
     uniforms = randomness.uniforms(seed, frontier + 1, columns, Purpose.ACCEPT)
     accepted = accepted_prefix(law, proposal, uniforms)

@@ -38,7 +38,6 @@ class Job(NamedTuple):
     lengths: Int[Array, "B"]
     controls: Controls
     budget: Int[Array, "B"]
-    stop_ids: Int[Array, "E"]
 
     def prefill(self) -> SequenceState:
         # Neither the width of a block nor its pending features concern the prompt: left out, one
@@ -60,7 +59,6 @@ class Job(NamedTuple):
             state,
             self.controls,
             self.budget,
-            self.stop_ids,
         )
 
 
@@ -70,6 +68,7 @@ def prepare(
     *,
     draft_tokens: int | None = None,
     max_new_tokens: int = 128,
+    min_new_tokens: int = 0,
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | Sequence[int] = 0,
     ignore_eos: bool = False,
@@ -84,6 +83,10 @@ def prepare(
         draft_tokens = min(pair.draft.block_size - 1, MAX_DRAFT_TOKENS) if pair.draft else 0
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens: got {min_new_tokens}, expected 0..{max_new_tokens} (max_new_tokens)"
+        )
     if draft_tokens and pair.draft and draft_tokens >= pair.draft.block_size:
         logging.info(
             "draft_tokens %d is beyond the trained block of %d: acceptance will suffer",
@@ -102,6 +105,7 @@ def prepare(
         padded[index, : len(tokens)] = tokens
     buffer = _round_up(max_new_tokens, BUDGET_BUCKET)
     capacity = _round_up(padded.shape[1] + buffer, CAPACITY_BUCKET)
+    stop_ids = () if ignore_eos else pair.eos_token_ids
     return Job(
         spec=spec,
         buffer=buffer,
@@ -111,9 +115,10 @@ def prepare(
         ),
         prompts=jnp.asarray(padded),
         lengths=jnp.asarray([len(tokens) for tokens in rows], jnp.int32),
-        controls=make_controls(samplings),
+        controls=make_controls(
+            samplings, [stop_ids] * len(rows), [len(row) + min_new_tokens for row in rows]
+        ),
         budget=jnp.full(len(rows), max_new_tokens, jnp.int32),
-        stop_ids=jnp.asarray(() if ignore_eos else pair.eos_token_ids, jnp.int32),
     )
 
 
@@ -123,6 +128,7 @@ def generate(
     *,
     draft_tokens: int | None = None,
     max_new_tokens: int = 128,
+    min_new_tokens: int = 0,
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | Sequence[int] = 0,
     ignore_eos: bool = False,
@@ -135,6 +141,7 @@ def generate(
       draft_tokens: K in 0..15; 0 is plain decoding. None is the trained block less its anchor
         (0 without a draft).
       max_new_tokens: tokens each row may publish.
+      min_new_tokens: tokens each row publishes before a stop id has any mass.
       sampling: one for all rows or one per row; greedy by default.
       seed: a number s gives row i the seed s + i; a list gives each row its own.
       ignore_eos: stop ids are published like any token.
@@ -151,6 +158,7 @@ def generate(
         prompts,
         draft_tokens=draft_tokens,
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         sampling=sampling,
         seed=seed,
         ignore_eos=ignore_eos,

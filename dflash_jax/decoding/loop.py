@@ -66,20 +66,20 @@ def decode(
     state: SequenceState,
     controls: Controls,
     budget: Int[Array, "B"],
-    stop_ids: Int[Array, "E"],
 ) -> tuple[SequenceState, Progress]:
     """Rounds until every row has stopped or used its budget.
 
     Args:
       buffer: columns of the output arrays, at least the largest budget.
       budget: tokens each row may publish, >= 1; the anchor in `state` is the first of them.
-      stop_ids: ids that end a row when published; may be empty.
     """
     rows = budget.shape[0]
     blank = jnp.full((rows, buffer), -1, jnp.int32)
 
     def is_stop(tokens):
-        return jnp.any(tokens[..., None] == stop_ids, axis=-1)
+        return jnp.any(
+            (tokens[..., None] == controls.stop_ids[:, None]) & (tokens >= 0)[..., None], axis=-1
+        )
 
     def status_of(stopped, emitted):
         return jnp.where(stopped, STOP, jnp.where(emitted >= budget, LENGTH, RUNNING))
@@ -88,7 +88,7 @@ def decode(
     progress = Progress(
         tokens=blank.at[:, 0].set(state.anchor),
         emitted=emitted,
-        status=status_of(is_stop(state.anchor), emitted),
+        status=status_of(is_stop(state.anchor[:, None])[:, 0], emitted),
         verified=blank,
         accepted=blank,
         committed=blank,

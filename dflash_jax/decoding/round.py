@@ -15,12 +15,18 @@ import jax.numpy as jnp
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.decoding import acceptance, randomness
 from dflash_jax.decoding.acceptance import Accepted, Proposal, point_mass
-from dflash_jax.decoding.distribution import Controls, best_token, target_distribution
+from dflash_jax.decoding.distribution import (
+    Controls,
+    best_token,
+    process_logits,
+    target_distribution,
+)
 from dflash_jax.decoding.randomness import Purpose
 from dflash_jax.draft.context import attend_context, materialize
 from dflash_jax.draft.model import DraftModel
 from dflash_jax.draft.proposal_head import proposal_scores
 from dflash_jax.precision import compute_dtype
+from dflash_jax.state.counts import count_output, count_prompt
 from dflash_jax.state.gdn import GDNRecords, fold
 from dflash_jax.state.paged import append
 from dflash_jax.state.sequence import SequenceState, TargetCache
@@ -121,26 +127,41 @@ def prefill(
         hidden=jnp.where(count[:, None] > 0, hidden, state.hidden),
         target=TargetCache(append(kv, block.key, block.value, frontier, count), block.gdn),
         draft=draft,
+        counts=count_prompt(state.counts, tokens, count),
     )
 
 
 def select_anchor(
-    spec: Spec, weights: Weights, state: SequenceState, controls: Controls
+    spec: Spec,
+    weights: Weights,
+    state: SequenceState,
+    controls: Controls,
+    active: Array | None = None,
 ) -> SequenceState:
-    """Chooses x_F from the target's law after the prompt."""
-    logits = _target(spec, weights, state.hidden, method="logits")
+    """Chooses x_F from the target's law after the prompt; it counts as published.
+
+    Args:
+      active: rows that take part (all by default); the others keep their anchor.
+    """
+    logits = _target(spec, weights, state.hidden[:, None], method="logits")
+    nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
+    processed = process_logits(
+        logits, controls, state.counts, nothing, state.frontier, spec.public_vocab
+    )
 
     def sampled():
-        law = target_distribution(logits, controls, spec.public_vocab)
+        law = target_distribution(processed, controls)[:, 0]
         purpose = jnp.full(law.shape[0], Purpose.TARGET)
         return randomness.draw_tokens(law, state.seed, state.frontier, purpose)
 
     anchor = jax.lax.cond(
-        jnp.any(controls.temperature > 0),
-        sampled,
-        lambda: best_token(logits, spec.public_vocab),
+        jnp.any(controls.temperature > 0), sampled, lambda: best_token(processed[:, 0])
     )
-    return state._replace(anchor=anchor)
+    live = jnp.ones_like(anchor) if active is None else active.astype(jnp.int32)
+    return state._replace(
+        anchor=jnp.where(live > 0, anchor, state.anchor),
+        counts=count_output(state.counts, anchor[:, None], live),
+    )
 
 
 def catch_up(spec: Spec, weights: Weights, state: SequenceState) -> SequenceState:
@@ -252,7 +273,13 @@ def accept(
 ) -> Accepted:
     """Licensed tokens of each row; see `acceptance.accept`."""
     return acceptance.accept(
-        verified.logits, proposal, controls, state.seed, state.frontier, spec.public_vocab
+        verified.logits,
+        proposal,
+        controls,
+        state.counts,
+        state.seed,
+        state.frontier,
+        spec.public_vocab,
     )
 
 
@@ -261,7 +288,8 @@ def commit(
 ) -> SequenceState:
     """Commits the first `count[b]` input columns and licenses as many tokens for publication.
 
-    KV, Fold, frontier, anchor, continuation hidden and pending features advance together.
+    KV, Fold, frontier, anchor, continuation hidden, pending features and token counts advance
+    together.
 
     Args:
       count: N of each row, 0..L; 0 leaves the row as it is.
@@ -280,4 +308,5 @@ def commit(
         hidden=jnp.where(kept[:, None], hidden, state.hidden),
         target=TargetCache(kv, fold(state.target.gdn, verified.records, count)),
         pending=pending,
+        counts=count_output(state.counts, accepted.tokens, count),
     )

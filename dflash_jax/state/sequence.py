@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.state.counts import TokenCounts, init_counts
 from dflash_jax.state.gdn import GDNState, init_gdn
 from dflash_jax.state.paged import PagedKV, init_paged
 from dflash_jax.state.ring import RingKV, init_ring
@@ -42,6 +43,7 @@ class SequenceState(NamedTuple):
     draft: draft context; None without a draft.
     pending: features of positions `[F_ctx, F)` in its first `F - F_ctx` columns; None without a
       draft. Survives commit until `catch_up`, and is never checkpoint payload.
+    counts: tokens of the prompt and those published, which penalties need.
     """
 
     frontier: Int[Array, "B"]
@@ -52,6 +54,7 @@ class SequenceState(NamedTuple):
     target: TargetCache
     draft: DraftContext | None
     pending: Float[Array, "B W F"] | None
+    counts: TokenCounts
 
 
 def init_cache(
@@ -115,4 +118,5 @@ def init_sequences(
         target=init_cache(target, rows, capacity, page_size, dtype),
         draft=context,
         pending=pending,
+        counts=init_counts(rows, target.vocab_size),
     )

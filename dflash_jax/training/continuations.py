@@ -8,7 +8,7 @@ import numpy as np
 from rich import progress
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.decoding.distribution import Controls
+from dflash_jax.decoding.distribution import Sampling, make_controls
 from dflash_jax.decoding.loop import PREFILL_CHUNK, decode, prefill_prompts
 from dflash_jax.decoding.round import Spec, Weights
 from dflash_jax.state.sequence import init_sequences
@@ -49,7 +49,8 @@ def make_continuations(
     new = length - prompt
     # Even rows are greedy, odd ones sampled: both kinds in every batch, one compile.
     greedy = np.arange(rows) % 2 == 0
-    controls = Controls(jnp.where(jnp.asarray(greedy), 0.0, 1.0))
+    # No stop ids: an end-of-text token is text like any other here.
+    controls = make_controls([Sampling(0.0 if row else 1.0) for row in greedy])
     batches = -(-sequences // rows)
     done = []
     for batch in progress.track(range(batches), description="continuations"):
@@ -61,8 +62,7 @@ def make_continuations(
         lengths = jnp.full(rows, prompt, jnp.int32)
         state = prefill_prompts(spec, weights, state, jnp.asarray(prompts), lengths, controls)
         budget = jnp.full(rows, new, jnp.int32)
-        nothing = jnp.zeros(0, jnp.int32)  # an end-of-text token is text like any other here
-        _, result = decode(spec, new, weights, state, controls, budget, nothing)
+        _, result = decode(spec, new, weights, state, controls, budget)
         done.append(np.concatenate([prompts, jax.device_get(result.tokens)], axis=1))
     return np.concatenate(done)[:sequences], np.tile(greedy, batches)[:sequences]
 

@@ -17,9 +17,10 @@ from dflash_jax.decoding.acceptance import (
     point_mass,
     residual,
 )
-from dflash_jax.decoding.distribution import Controls, target_distribution
+from dflash_jax.decoding.distribution import Sampling, make_controls, target_distribution
 from dflash_jax.decoding.randomness import Purpose
 from dflash_jax.io.tensors import stream_tensors
+from dflash_jax.state.counts import init_counts
 from pallas_kernels.candidate_selector import candidate_selector
 
 TRIALS = 131_072
@@ -195,7 +196,7 @@ def test_residual_of_no_mass_is_p_itself():
 ROWS, DRAFT_TOKENS, PUBLIC, PADDED = 8, 4, 7, 9
 
 
-jitted_accept = jax.jit(accept, static_argnums=5)
+jitted_accept = jax.jit(accept, static_argnums=6)
 
 
 def run_accept(logits, proposal, temperature, seed=None, frontier=None):
@@ -204,7 +205,8 @@ def run_accept(logits, proposal, temperature, seed=None, frontier=None):
     return jitted_accept(
         logits,
         proposal,
-        Controls(jnp.broadcast_to(jnp.float32(temperature), (rows,))),
+        make_controls([Sampling(float(t)) for t in np.broadcast_to(temperature, rows)]),
+        init_counts(rows, logits.shape[-1]),
         jnp.arange(rows, dtype=jnp.uint32) if seed is None else seed,
         jnp.full(rows, 20) if frontier is None else jnp.asarray(frontier),
         logits.shape[-1] - 2,
@@ -289,9 +291,7 @@ def test_draws_are_named_by_position_and_purpose(rng, logits):
     tokens = rng.integers(PUBLIC, size=(ROWS, DRAFT_TOKENS))
     proposal = two_candidates(tokens, count, rng.uniform(0.1, 0.9, size=tokens.shape))
     seed = jnp.asarray(rng.integers(2**32, size=ROWS, dtype=np.uint32))
-    law = target_distribution(
-        jnp.asarray(logits), Controls(jnp.full(ROWS, 0.9)), public_vocab=PUBLIC
-    )
+    law = target_distribution(jnp.asarray(logits), make_controls([Sampling(0.9)] * ROWS))
     seen = set()
     for frontier in range(3, 30, 3):
         start = jnp.full(ROWS, frontier)

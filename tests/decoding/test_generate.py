@@ -255,6 +255,25 @@ def test_any_draft_leaves_the_text_alone(name, draft_tokens, rows):
         assert left == 0
 
 
+def test_penalties_and_early_stops_leave_plain_and_drafted_text_equal(accepting):
+    """Accepted proposals count as the block goes on; a stop id may not come before its time."""
+    stop = accepting.texts[0][4]
+    pair = stopping_at(accepting.pair, stop)
+    samplings = [
+        Sampling(presence_penalty=0.2 * (row % 3), frequency_penalty=0.1, repetition_penalty=1.05)
+        for row in range(len(accepting.prompts))
+    ]
+    kwargs = dict(max_new_tokens=accepting.new, min_new_tokens=9, sampling=samplings)
+    plain = generate(pair, accepting.prompts, draft_tokens=0, **kwargs)
+    drafted = accepting.generate(pair, **{k: v for k, v in kwargs.items() if k != "max_new_tokens"})
+    assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+    assert [r.finish_reason for r in drafted] == [r.finish_reason for r in plain]
+    assert any(r.accepted for result in drafted for r in result.rounds)
+    assert all(stop not in result.tokens[:9] for result in plain)
+    # Both did something: the text without them is another one, and has the stop id early.
+    assert plain[0].tokens[:5] != accepting.texts[0][:5]
+
+
 # --- where a generation ends -----------------------------------------------------------------
 
 
@@ -527,6 +546,8 @@ def test_prompts_that_are_refused(prompts, message):
         (dict(draft_tokens=16), "draft_tokens: got 16, expected 1..15"),
         (dict(draft_tokens=-1), "draft_tokens: got -1"),
         (dict(max_new_tokens=0), "max_new_tokens: got 0"),
+        (dict(min_new_tokens=-1), "min_new_tokens: got -1, expected 0..128"),
+        (dict(max_new_tokens=4, min_new_tokens=5), "min_new_tokens: got 5, expected 0..4"),
         (dict(sampling=[Sampling()] * 2), "sampling: got 2 values for 1 prompts"),
         (dict(seed=[1, 2]), "seed: got 2 values for 1 prompts"),
     ],

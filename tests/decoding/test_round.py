@@ -136,6 +136,9 @@ class Plain:
             hidden=rows(lambda s: s.hidden),
             target=self.final.target._replace(gdn=gdn),
             draft=self.final.draft._replace(ring=ring),
+            counts=type(picked[0].counts)(
+                rows(lambda s: s.counts.prompt), rows(lambda s: s.counts.output)
+            ),
         )
 
     def logits_at(self, frontier):
@@ -541,6 +544,7 @@ def take_rows(state, order):
         hidden=state.hidden[order],
         seed=state.seed[order],
         pending=state.pending[order],
+        counts=jax.tree.map(lambda leaf: leaf[order], state.counts),
         target=state.target._replace(
             kv=pool(state.target.kv),
             gdn=gdn._replace(recurrent=gdn.recurrent[:, order], conv=gdn.conv[:, order]),
