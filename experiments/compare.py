@@ -20,6 +20,9 @@ from experiments.prompts import held_out_prompts
 
 _TARGET = flags.DEFINE_string("target", "tiny", "embedded name or Hugging Face directory")
 _DRAFTS = flags.DEFINE_list("drafts", ["tiny-dflash", "tiny-dflash2"], "drafts to compare")
+_HEAD = flags.DEFINE_string(
+    "proposal_head", None, "also measure each draft with this indexed proposal head"
+)
 _DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 7, "proposals per round, 1..15")
 _PROMPTS = flags.DEFINE_integer("prompts", 64, "held-out prompts")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 128, "tokens of each prompt")
@@ -48,6 +51,7 @@ def main() -> None:
         temperature=_TEMPERATURE.value,
         seed=_SEED.value,
         dtype=_DTYPE.value,
+        proposal_head=_HEAD.value,
     )
     show.print_comparison(rich.console.Console(), figures)
     if _JSON.value:

@@ -17,6 +17,9 @@ _PROMPT = flags.DEFINE_string("prompt", None, "text to continue")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "file with one prompt a line")
 _TARGET = flags.DEFINE_string("target", "tiny", "embedded name or Hugging Face directory")
 _DRAFT = flags.DEFINE_string("draft", "tiny-dflash2", "likewise; 'none' is plain decoding")
+_HEAD = flags.DEFINE_string(
+    "proposal_head", None, "file of an indexed proposal head; 'beside' is the draft's own"
+)
 _DRAFT_TOKENS = flags.DEFINE_integer(
     "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
 )
@@ -50,7 +53,7 @@ def main() -> None:
         raise ValueError(f"--rows: got {_ROWS.value}, expected 1..8")
     prompts = read_prompts()
     draft = None if _DRAFT.value == "none" else _DRAFT.value
-    pair = load_pair(_TARGET.value, draft, _DTYPE.value)
+    pair = load_pair(_TARGET.value, draft, _DTYPE.value, proposal_head=_HEAD.value)
     console = rich.console.Console()
     if not _JSON.value:
         title = f"{_TARGET.value}: {pair.describe()}"

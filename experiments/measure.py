@@ -161,8 +161,12 @@ def compare(
     temperature: float,
     seed: int,
     dtype: str,
+    proposal_head: str | None = None,
 ) -> dict:
     """Measures plain decoding and each draft in one run; see `experiments.compare`.
+
+    Args:
+      proposal_head: each draft is measured with this indexed head too.
 
     Returns:
       `{"settings": [one dict per setting], ...the arguments}`. Each draft's dict also has c_v, c_d
@@ -170,9 +174,14 @@ def compare(
       model_share (measured over modelled).
     """
     options = dict(rows=rows, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    pairs = [load_pair(target, None, dtype)] + [load_pair(target, name, dtype) for name in drafts]
+    pairs = {"plain": load_pair(target, None, dtype)}
+    for name in drafts:
+        pairs[name] = load_pair(target, name, dtype)
+        if proposal_head is not None:
+            indexed = load_pair(target, name, dtype, proposal_head=proposal_head)
+            pairs[f"{name}, {len(indexed.proposal_rows)} rows"] = indexed
     settings, same = [], None
-    for name, pair in zip(["plain", *drafts], pairs, strict=True):
+    for name, pair in pairs.items():
         width = draft_tokens if pair.draft else 0
         results, seconds = run_all(pair, prompts, draft_tokens=width, **options)
         row = summarise(name, width, results, seconds)

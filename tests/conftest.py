@@ -30,7 +30,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-prompts",
         action="store_true",
-        help="greedy equality over all 64 prompts in every batch size (default: B = 8 only)",
+        help="greedy equality over all prompts, widths and batch sizes (default: a selection)",
     )
 
 

@@ -12,7 +12,8 @@ from absl import logging
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
 from dflash_jax.decoding.loop import LENGTH, STOP, Progress, decode, prefill_prompts
 from dflash_jax.decoding.result import Generation, Round
-from dflash_jax.decoding.round import MAX_DRAFT_TOKENS, Spec, Weights
+from dflash_jax.decoding.spec import MAX_DRAFT_TOKENS, Spec, Weights
+from dflash_jax.draft.proposal_head import take_rows
 from dflash_jax.io.pair import Pair
 from dflash_jax.state.sequence import SequenceState, init_sequences
 from dflash_jax.typing import Array, Int
@@ -62,6 +63,17 @@ class Job(NamedTuple):
         )
 
 
+def make_weights(pair: Pair) -> Weights:
+    """Parameters of a pair with a draft, the rows of its indexed head taken from the target's."""
+    if pair.proposal_rows is None:
+        return Weights(pair.target_params, pair.draft_params)
+    params = pair.target_params
+    tied = pair.target.tie_word_embeddings
+    head = params["model"]["embed_tokens"] if tied else params["lm_head"]
+    rows = take_rows(head["weight"], pair.proposal_rows)
+    return Weights(params, pair.draft_params, rows)
+
+
 def prepare(
     pair: Pair,
     prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
@@ -109,7 +121,7 @@ def prepare(
     return Job(
         spec=spec,
         buffer=buffer,
-        weights=Weights(pair.target_params, pair.draft_params if draft else None),
+        weights=make_weights(pair) if draft else Weights(pair.target_params, None),
         state=init_sequences(
             pair.target, draft, jnp.asarray(seeds, jnp.uint32), capacity, spec.width, pair.dtype
         ),

@@ -6,13 +6,11 @@ All are plain functions (jit them at the boundary); statics come first in a hash
 are independent: a row that sits out a phase passes a count of zero and is left untouched.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.decoding import acceptance, randomness
 from dflash_jax.decoding.acceptance import Accepted, Proposal, point_mass
 from dflash_jax.decoding.distribution import (
@@ -21,62 +19,31 @@ from dflash_jax.decoding.distribution import (
     process_logits,
     target_distribution,
 )
+from dflash_jax.decoding.propose import propose
 from dflash_jax.decoding.randomness import Purpose
-from dflash_jax.draft.context import attend_context, materialize
-from dflash_jax.draft.model import DraftModel
-from dflash_jax.draft.proposal_head import proposal_scores
+from dflash_jax.decoding.spec import MAX_DRAFT_TOKENS, Spec, Weights, apply_target
+from dflash_jax.draft.context import materialize
 from dflash_jax.precision import compute_dtype
 from dflash_jax.state.counts import count_output, count_prompt
 from dflash_jax.state.gdn import GDNRecords, fold
 from dflash_jax.state.paged import append
 from dflash_jax.state.sequence import SequenceState, TargetCache
-from dflash_jax.target.model import TargetModel
-from dflash_jax.typing import Array, Float, Int, Params
-from pallas_kernels.candidate_selector import candidate_selector
-from pallas_kernels.elementary import stable_top_k
+from dflash_jax.typing import Array, Float, Int
 
-MAX_DRAFT_TOKENS = 15
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What a compiled round depends on besides array shapes.
-
-    draft: None is plain decoding, and then draft_tokens is 0.
-    draft_tokens: K, proposals of a block; the block is W = K + 1 columns wide.
-    public_vocab: token ids from here on are padding of embedding and head.
-    dtype: name of the compute dtype.
-    """
-
-    target: TargetConfig
-    draft: DraftConfig | None
-    draft_tokens: int
-    public_vocab: int
-    dtype: str = "float32"
-
-    def __post_init__(self):
-        if self.draft is None and self.draft_tokens:
-            raise ValueError(f"draft_tokens: got {self.draft_tokens} without a draft, expected 0")
-        if self.draft is not None and not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(
-                f"draft_tokens: got {self.draft_tokens}, expected 1..{MAX_DRAFT_TOKENS} "
-                "(0 is plain decoding)"
-            )
-
-    @property
-    def width(self) -> int:
-        return self.draft_tokens + 1
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.draft.target_layer_ids if self.draft else ()
-
-
-class Weights(NamedTuple):
-    """Parameter trees of the pair; draft is None for plain decoding."""
-
-    target: Params
-    draft: Params | None
+__all__ = [
+    "MAX_DRAFT_TOKENS",
+    "Spec",
+    "Verified",
+    "Weights",
+    "accept",
+    "catch_up",
+    "commit",
+    "point_mass",
+    "prefill",
+    "propose",
+    "select_anchor",
+    "verify",
+]
 
 
 class Verified(NamedTuple):
@@ -94,11 +61,6 @@ class Verified(NamedTuple):
     records: GDNRecords
 
 
-def _target(spec: Spec, weights: Weights, *args, **kwargs):
-    model = TargetModel(spec.target, compute_dtype(spec.dtype))
-    return model.apply({"params": weights.target}, *args, **kwargs)
-
-
 def prefill(
     spec: Spec,
     weights: Weights,
@@ -111,7 +73,7 @@ def prefill(
     The anchor is not chosen here: after a prompt's last chunk call `select_anchor`.
     """
     kv, frontier = state.target.kv, state.frontier
-    block = _target(
+    block = apply_target(
         spec, weights, tokens, frontier, count, state.target, tap_ids=spec.taps, record=False
     )
     last = jnp.maximum(count - 1, 0)[:, None, None]
@@ -131,6 +93,17 @@ def prefill(
     )
 
 
+def anchor_logits(
+    spec: Spec, weights: Weights, state: SequenceState, controls: Controls
+) -> Float[Array, "B 1 V"]:
+    """Processed logits of x_F after a prompt's last chunk."""
+    logits = apply_target(spec, weights, state.hidden[:, None], method="logits")
+    nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
+    return process_logits(
+        logits, controls, state.counts, nothing, state.frontier, spec.public_vocab
+    )
+
+
 def select_anchor(
     spec: Spec,
     weights: Weights,
@@ -143,11 +116,7 @@ def select_anchor(
     Args:
       active: rows that take part (all by default); the others keep their anchor.
     """
-    logits = _target(spec, weights, state.hidden[:, None], method="logits")
-    nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
-    processed = process_logits(
-        logits, controls, state.counts, nothing, state.frontier, spec.public_vocab
-    )
+    processed = anchor_logits(spec, weights, state, controls)
 
     def sampled():
         law = target_distribution(processed, controls)[:, 0]
@@ -181,63 +150,6 @@ def catch_up(spec: Spec, weights: Weights, state: SequenceState) -> SequenceStat
     return state._replace(draft=draft, context_frontier=state.frontier)
 
 
-def propose(
-    spec: Spec,
-    weights: Weights,
-    state: SequenceState,
-    controls: Controls,
-    count: Int[Array, "B"],
-) -> Proposal:
-    """One masked block after `catch_up`: argmax (DFlash) or conditional walk (DFlash2).
-
-    Args:
-      count: P of each row, 0..K. DFlash runs P + 1 live columns, DFlash2 all W.
-    """
-    rows = count.shape[0]
-    if spec.draft is None:
-        return point_mass(jnp.zeros((rows, 0), jnp.int32), count)
-    config = spec.draft
-    masks = jnp.full((rows, spec.draft_tokens), config.mask_token_id, jnp.int32)
-    block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
-    positions = state.frontier[:, None] + jnp.arange(spec.width)
-    live = jnp.full_like(count, spec.width) if config.dflash2 else count + 1
-
-    model = DraftModel(config, compute_dtype(spec.dtype))
-    hidden = model.apply(
-        {"params": weights.draft},
-        _target(spec, weights, block, method="embed"),
-        positions,
-        attend_context(config, state.draft, state.frontier, live),
-    )[:, 1:]
-    scores = proposal_scores(
-        config, _target(spec, weights, hidden, method="logits"), spec.public_vocab
-    )
-    if not config.dflash2:
-        return point_mass(jnp.argmax(scores, axis=-1).astype(jnp.int32), count)
-    unary, candidates = stable_top_k(scores, config.selector_top_k)
-    projected, predecessor, successor = model.apply(
-        {"params": weights.draft}, hidden, method="select"
-    )
-    uniforms = jax.lax.cond(
-        jnp.any(controls.temperature > 0),
-        lambda: randomness.uniforms(
-            state.seed, state.frontier + 1, spec.draft_tokens, Purpose.PROPOSAL
-        ),
-        lambda: jnp.zeros((rows, spec.draft_tokens)),
-    )
-    tokens, _, q = candidate_selector(
-        unary,
-        candidates,
-        projected,
-        predecessor,
-        successor,
-        state.anchor,
-        controls.temperature,
-        uniforms,
-    )
-    return Proposal(tokens, candidates, q, count)
-
-
 def verify(
     spec: Spec,
     weights: Weights,
@@ -254,7 +166,7 @@ def verify(
     live = proposal.count + 1
     if active is not None:
         live = jnp.where(active, live, 0)
-    block = _target(
+    block = apply_target(
         spec,
         weights,
         tokens,
@@ -264,7 +176,7 @@ def verify(
         tap_ids=spec.taps,
         record=True,
     )
-    logits = _target(spec, weights, block.hidden, method="logits")
+    logits = apply_target(spec, weights, block.hidden, method="logits")
     return Verified(logits, block.hidden, block.taps, block.key, block.value, block.gdn)
 
 

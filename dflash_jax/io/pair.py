@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+import numpy as np
 from absl import logging
 
 from dflash_jax.config import (
@@ -14,6 +15,7 @@ from dflash_jax.config import (
     parse_draft_config,
     parse_target_config,
 )
+from dflash_jax.io.proposal_head import FILE_NAME, read_token_ids
 from dflash_jax.io.tensors import read_params
 from dflash_jax.io.tokenizer import Tokenizer
 from dflash_jax.precision import compute_dtype
@@ -29,6 +31,7 @@ class Pair:
     draft, draft_params: None for plain decoding.
     tokenizer: None when the target's directory has none; prompts are then token ids.
     dtype: compute dtype, "float32" or "bfloat16".
+    proposal_rows: token ids of an indexed proposal head; None proposes from the whole head.
     """
 
     target: TargetConfig
@@ -37,6 +40,7 @@ class Pair:
     draft_params: Params | None
     tokenizer: Tokenizer | None
     dtype: str
+    proposal_rows: np.ndarray | None = None
 
     @property
     def public_vocab(self) -> int:
@@ -56,8 +60,13 @@ class Pair:
             return f"plain decoding, {self.dtype}"
         return (
             f"{self.draft.name}, trained block {self.draft.block_size}, "
-            f"{self.draft.causality.value} block attention, {self.dtype}"
+            f"{self.draft.causality.value} block attention, {self.dtype}{self._head()}"
         )
+
+    def _head(self) -> str:
+        if self.proposal_rows is None:
+            return ""
+        return f", proposals from {len(self.proposal_rows)} of {self.public_vocab} tokens"
 
 
 def embedded_names() -> list[str]:
@@ -85,6 +94,7 @@ def load_pair(
     dtype: str = "float32",
     *,
     absent_causality: Causality = Causality.NON_CAUSAL,
+    proposal_head: str | None = None,
 ) -> Pair:
     """Loads a target and, unless `draft` is None, a draft for it.
 
@@ -93,6 +103,8 @@ def load_pair(
       draft: likewise.
       dtype: "float32" or "bfloat16".
       absent_causality: what a draft config without `is_causal` means.
+      proposal_head: file of an indexed proposal head; "beside" is the one in the draft's
+        directory. None proposes from the target's whole head.
 
     Raises:
       ConfigError, CheckpointError, TokenizerError, ValueError: all ValueErrors whose message
@@ -112,5 +124,13 @@ def load_pair(
         draft_params = read_params(draft_directory, draft_config, activations)
     target_params = read_params(directory, target_config, activations)
     pair = Pair(target_config, target_params, draft_config, draft_params, tokenizer, dtype)
+    if proposal_head is not None:
+        if draft is None:
+            raise ValueError(f"proposal_head: got {proposal_head!r} without a draft")
+        beside = proposal_head == "beside"
+        file = draft_directory / FILE_NAME if beside else pathlib.Path(proposal_head)
+        shortlist = draft_config.selector_top_k if draft_config.dflash2 else 1
+        rows = read_token_ids(file, pair.public_vocab, shortlist)
+        pair = dataclasses.replace(pair, proposal_rows=rows)
     logging.info("%s with %s: %s", target, draft, pair.describe())
     return pair

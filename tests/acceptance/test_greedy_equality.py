@@ -6,12 +6,13 @@ than the drafts' windows, so the rings wrap. Where two correct computations of a
 their last bits an exact tie may fall either way: a differing token passes only if the two logits
 differ by less than 1e-5, and is printed.
 
-All 64 prompts are run at B = 8, and every fourth at B = 1 and 3 to save time; `--all-prompts` runs
-all of them everywhere.
+To save time, every draft and width is run over all 64 prompts at B = 8, and at B = 1 and 3 one
+width per draft over every fourth prompt; `--all-prompts` runs everything everywhere.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ PROMPTS, NEW = 64, 128
 TIE = 1e-5
 WIDTHS, BATCHES = (1, 3, 7, 15), (1, 3, 8)
 DRAFTS = ("dflash", "dflash2", "random", "adversarial")
+# Widths of each draft at B = 1 and B = 3 in the short selection: every width occurs at both.
+SHORT = {"dflash": (1, 15), "dflash2": (7, 3), "random": (15, 7), "adversarial": (3, 1)}
 
 pytestmark = pytest.mark.slow
 
@@ -122,9 +125,19 @@ def test_plain_does_not_depend_on_the_batch(rows, chosen):
     assert_same_text(run(pair_for(None), 0, rows, chosen), chosen, f"plain, B = {rows}")
 
 
-@pytest.mark.parametrize("rows", BATCHES)
-@pytest.mark.parametrize("draft_tokens", WIDTHS)
-@pytest.mark.parametrize("kind", DRAFTS)
+def pytest_generate_tests(metafunc):
+    if "draft_tokens" not in metafunc.fixturenames:
+        return
+    cases = [
+        (kind, width, rows)
+        for kind, width, rows in itertools.product(DRAFTS, WIDTHS, BATCHES)
+        if metafunc.config.getoption("--all-prompts")
+        or rows == 8
+        or width == SHORT[kind][BATCHES.index(rows)]
+    ]
+    metafunc.parametrize(("kind", "draft_tokens", "rows"), cases)
+
+
 def test_speculative_text_equals_plain(kind, draft_tokens, rows, chosen):
     results = run(pair_for(kind), draft_tokens, rows, chosen)
     assert_same_text(results, chosen, f"{kind}, K = {draft_tokens}, B = {rows}")

@@ -20,6 +20,7 @@ from dflash_jax.decoding.distribution import (
 )
 from dflash_jax.io.tensors import stream_tensors
 from dflash_jax.state.counts import TokenCounts, count_output, count_prompt, init_counts
+from experiments.target_law import next_token_law
 
 CLOSE = dict(rtol=2e-5, atol=1e-7)
 
@@ -59,34 +60,6 @@ def softmax(logits, temperature):
     scaled = np.asarray(logits, np.float64) / temperature
     weights = np.exp(scaled - scaled.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
-
-
-def law_by_hand(logits, sampling, prompt=(), output=()):
-    """One column in float64, a loop over tokens in order: the definition, not the code."""
-    logits = np.array(logits, np.float64)
-    for token in range(len(logits)):
-        if token in prompt or token in output:
-            factor = sampling.repetition_penalty
-            logits[token] *= factor if logits[token] <= 0 else 1 / factor
-        count = list(output).count(token)
-        if count:
-            logits[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
-    if sampling.temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
-    law = softmax(logits, sampling.temperature)
-    ranked = sorted(range(len(law)), key=lambda token: (-logits[token], token))
-    if sampling.top_k:
-        ranked = ranked[: sampling.top_k]
-    total, before, kept = law[ranked].sum(), 0.0, []
-    for token in ranked:
-        if sampling.top_p < 1 and kept and before >= sampling.top_p:
-            break
-        kept.append(token)
-        before += law[token] / total
-    kept = [token for token in kept if law[token] >= sampling.min_p * law[ranked[0]]]
-    filtered = np.zeros_like(law)
-    filtered[kept] = law[kept]
-    return filtered / filtered.sum()
 
 
 # --- temperature and the public vocabulary ---
@@ -194,7 +167,7 @@ def test_every_column_and_row_is_filtered_by_its_own_controls(rng):
     law = law_of(logits, make_controls(FILTERS))
     for row, sampling in enumerate(FILTERS):
         for column in range(4):
-            expected = law_by_hand(logits[row, column], sampling)
+            expected = next_token_law(logits[row, column], sampling)
             np.testing.assert_allclose(law[row, column], expected, **CLOSE, err_msg=str(sampling))
             np.testing.assert_array_equal(law[row, column] > 0, expected > 0)
 
@@ -288,7 +261,7 @@ def test_every_column_counts_prompt_output_and_the_proposals_before_it(rng):
     for row, sampling in enumerate(PENALISED):
         for column in range(columns):
             seen = outputs[row] + drafted[row, :column].tolist()
-            expected = law_by_hand(logits[row, column], sampling, prompts[row], seen)
+            expected = next_token_law(logits[row, column], sampling, prompts[row], seen)
             np.testing.assert_allclose(
                 law[row, column], expected, **CLOSE, err_msg=f"{sampling} {column}"
             )

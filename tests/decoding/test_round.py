@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoding.acceptance import Proposal, point_mass
+from dflash_jax.decoding.propose import make_lattice
+from dflash_jax.draft import proposal_head
 from dflash_jax.state.gdn import GDNRecords
 from dflash_jax.training.target import hidden_states
 from pallas_kernels import gated_delta_rule
@@ -57,6 +59,8 @@ def live_parts(state, row):
         "continuation hidden": np.asarray(state.hidden)[row],
         "GDN recurrent": np.asarray(state.target.gdn.recurrent)[:, row],
         "GDN convolution": np.asarray(state.target.gdn.conv)[:, row],
+        "prompt tokens": np.asarray(state.counts.prompt)[row],
+        "output counts": np.asarray(state.counts.output)[row],
         "pending features": np.asarray(state.pending)[row, : frontier - reach],
     }
     parts["target keys"], parts["target values"] = in_order(state.target.kv, row, frontier)
@@ -736,3 +740,41 @@ def test_bfloat16(draft):
     following = phases.propose(after, controls, jnp.full(rows, 3))
     assert np.all((np.asarray(following.tokens) >= 0) & (np.asarray(following.tokens) < tiny.VOCAB))
     assert np.isfinite(np.asarray(following.q)).all()
+
+
+# --- an indexed proposal head ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_an_indexed_head_proposes_its_tokens_and_no_others(name):
+    """All rows in order change nothing; of some rows the best are what the whole head ranks so."""
+    draft = {"dflash": tiny.DFLASH, "dflash2": tiny.DFLASH2}[name]
+    phases = tiny.Phases(tiny.pair(draft), K)
+    state = phases.start(tiny.prompts(ROWS))
+    controls, count = tiny.greedy(ROWS), jnp.full(ROWS, K)
+    whole = phases.propose(state, controls, count)
+    head = phases.weights.target["lm_head"]["weight"]
+
+    def propose(ids):
+        weights = phases.weights._replace(
+            proposal_head=proposal_head.take_rows(head, jnp.asarray(ids))
+        )
+        return tiny.COMPILED["propose"](phases.spec, weights, state, controls, count)
+
+    for got, want in zip(propose(np.arange(tiny.VOCAB)), whole, strict=True):
+        np.testing.assert_array_equal(got, want)
+    # Without the tokens the whole head proposed: others, and all of them out of the subset.
+    ids = np.setdiff1d(np.arange(tiny.VOCAB), np.unique(whole.tokens))
+    subset = propose(ids)
+    assert np.isin(subset.tokens, ids).all() and np.isin(subset.candidates, ids).all()
+    # The shortlist of the first column does not depend on choices: the whole head's order.
+    if draft.dflash2:
+        wide = phases.weights._replace(proposal_head=None)
+        config = dataclasses.replace(phases.spec.draft, selector_top_k=tiny.VOCAB)
+        spec = dataclasses.replace(phases.spec, draft=config)
+        ranked = np.asarray(make_lattice(spec, wide, state).candidates)
+        for row, column in np.ndindex(ROWS, K):
+            kept = ranked[row, column][np.isin(ranked[row, column], ids)]
+            np.testing.assert_array_equal(
+                subset.candidates[row, column], kept[: draft.selector_top_k]
+            )

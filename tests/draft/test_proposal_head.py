@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.draft.proposal_head import proposal_scores
+from dflash_jax.draft.proposal_head import (
+    head_scores,
+    proposal_scores,
+    take_rows,
+    to_token_ids,
+)
 from pallas_kernels.elementary import stable_top_k
 
 
@@ -52,3 +57,18 @@ def test_bfloat16_scores_become_float32(config, rng):
     got = proposal_scores(config, head, 9)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, np.float64(head) * np.float32(0.3), rtol=1e-6)
+
+
+def test_an_indexed_head_scores_its_rows_and_names_their_tokens(config, rng):
+    weight = rng.normal(size=(40, 8)).astype(np.float32)
+    hidden = rng.normal(size=(2, 3, 8)).astype(np.float32)
+    ids = np.array([0, 3, 7, 20, 33, 39])
+    head = take_rows(jnp.asarray(weight), jnp.asarray(ids))
+    whole = hidden @ weight.T
+    got = head_scores(head, jnp.asarray(hidden))
+    np.testing.assert_allclose(got, whole[..., ids], rtol=1e-5, atol=1e-6)
+    scores = proposal_scores(config, head_scores(head, jnp.asarray(hidden)), 35, head)
+    assert np.isneginf(scores[..., 5]).all() and np.isfinite(scores[..., :5]).all()
+    best = to_token_ids(head, jnp.argmax(scores, axis=-1))
+    np.testing.assert_array_equal(best, ids[:5][whole[..., ids[:5]].argmax(-1)])
+    assert to_token_ids(None, best) is best

@@ -1,0 +1,63 @@
+"""What the phases of a round share: the compiled configuration and the parameters."""
+
+import dataclasses
+from typing import NamedTuple
+
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.draft.proposal_head import ProposalHead
+from dflash_jax.precision import compute_dtype
+from dflash_jax.target.model import TargetModel
+from dflash_jax.typing import Params
+
+MAX_DRAFT_TOKENS = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a compiled round depends on besides array shapes.
+
+    draft: None is plain decoding, and then draft_tokens is 0.
+    draft_tokens: K, proposals of a block; the block is W = K + 1 columns wide.
+    public_vocab: token ids from here on are padding of embedding and head.
+    dtype: name of the compute dtype.
+    """
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    draft_tokens: int
+    public_vocab: int
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.draft is None and self.draft_tokens:
+            raise ValueError(f"draft_tokens: got {self.draft_tokens} without a draft, expected 0")
+        if self.draft is not None and not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"draft_tokens: got {self.draft_tokens}, expected 1..{MAX_DRAFT_TOKENS} "
+                "(0 is plain decoding)"
+            )
+
+    @property
+    def width(self) -> int:
+        return self.draft_tokens + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.draft.target_layer_ids if self.draft else ()
+
+
+class Weights(NamedTuple):
+    """Parameter trees of the pair; draft is None for plain decoding.
+
+    proposal_head: the rows that a draft proposes from; None is the target's whole head.
+    """
+
+    target: Params
+    draft: Params | None
+    proposal_head: ProposalHead | None = None
+
+
+def apply_target(spec: Spec, weights: Weights, *args, **kwargs):
+    """`TargetModel.apply` with this pair's parameters and dtype."""
+    model = TargetModel(spec.target, compute_dtype(spec.dtype))
+    return model.apply({"params": weights.target}, *args, **kwargs)
