@@ -14,15 +14,18 @@ from pallas_kernels.gated_delta_rule.transition import (
 
 def prefill(query, key, value, g, beta, state, live):
     """Token-by-token run that stops at `live[b]`; see `api.prefill`."""
-    value_heads = value.shape[2]
-    outputs = []
-    for t in range(value.shape[1]):
-        query_hat = per_value_head(l2_normalise(query[:, t]), value_heads)
-        stepped = transition(state, make_columns(key[:, t], value[:, t], g[:, t], beta[:, t]))
+
+    def step(state, token):
+        t, query, key, value, g, beta = token
+        query_hat = per_value_head(l2_normalise(query), value.shape[1])
+        stepped = transition(state, make_columns(key, value, g, beta))
         on = t < live
-        state = jnp.where(on[:, None, None, None], stepped, state)
-        outputs.append(jnp.where(on[:, None, None], read(stepped, query_hat), 0.0))
-    return jnp.stack(outputs, axis=1), state
+        output = jnp.where(on[:, None, None], read(stepped, query_hat), 0.0)
+        return jnp.where(on[:, None, None, None], stepped, state), output
+
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, g, beta)]
+    state, outputs = jax.lax.scan(step, state, (jnp.arange(value.shape[1]), *tokens))
+    return jnp.moveaxis(outputs, 0, 1), state
 
 
 def verify(query, key, value, g, beta, state, live):
