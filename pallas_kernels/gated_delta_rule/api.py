@@ -8,11 +8,16 @@ g and beta `[B, T, Hv]` float32 (log decay and write strength), state `[B, Hv, D
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.gated_delta_rule import reference, xla
+from pallas_kernels.gated_delta_rule import pallas, pallas_prefill, reference, xla
+from pallas_kernels.triton_call import with_xla_gradient
 
-_PREFILL = {"xla": xla.prefill, "reference": reference.prefill}
-_VERIFY = {"xla": xla.verify, "reference": reference.verify}
-_FOLD = {"xla": xla.fold, "reference": reference.fold}
+_PREFILL = {
+    "xla": xla.prefill,
+    "reference": reference.prefill,
+    "pallas": with_xla_gradient(pallas_prefill.prefill, xla.prefill),
+}
+_VERIFY = {"xla": xla.verify, "reference": reference.verify, "pallas": pallas.verify}
+_FOLD = {"xla": xla.fold, "reference": reference.fold, "pallas": pallas.fold}
 
 
 def _check(query, key, value, g, beta, state, rows):

@@ -11,41 +11,69 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gated_delta_rule.transition import l2_normalise
+from pallas_kernels.gated_delta_rule.transition import L2_EPS
+from pallas_kernels.triton_call import load, padded_size, store, triton_call
 
-# Tokens per chunk: with 32 every [chunk, 128] tile is 32 registers per thread of four warps.
-CHUNK = 32
-_BASE = 8  # the inverse starts from diagonal blocks of this width
+CHUNK = 32  # tokens solved together
+_BASE = 8  # the inverse of a chunk starts from diagonal blocks of this width
 _STRIP = 32  # value columns of a walking program
-_MIN_DOT = 16  # smallest side of a product's operands
-
-
-def _padded(size: int) -> int:
-    return max(_MIN_DOT, pl.next_power_of_2(size))
-
-
-def _total(x, axis):
-    return jnp.sum(x, axis=axis, keepdims=True)
+# Channels of a product's operands: the tensor cores want at least 16, and operands of 128 channels,
+# each split into two TF32 numbers, do not fit in the registers.
+_MIN_BLOCK, _BLOCK = 16, 64
+_WARPS = 4
 
 
 def _dot(precision):
     return functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _chunk_tokens(index, live):
-    """Token numbers of a chunk and which of them are live (never past `live <= T`)."""
-    token = index * CHUNK + jnp.arange(CHUNK)
-    return token, token < live
+def _blocks(size):
+    """Channel numbers of a head in blocks, e.g. 0..63 and 64..127; the last may reach past it."""
+    padded = padded_size(size, _MIN_BLOCK)
+    width = min(padded, _BLOCK)
+    return [start + jnp.arange(width) for start in range(0, padded, width)]
 
 
-def _load_rows(ref, token, on, column, width):
-    """`[CHUNK, padded]` float32 of `ref[T, width]`; zeros at dead tokens and padded columns."""
-    mask = on[:, None] & (column < width)[None, :]
-    return plt.load(ref.at[token[:, None], column[None, :]], mask=mask, other=0.0).astype(
-        jnp.float32
-    )
+class _Head:
+    """One program's value head of one row; the grid is (chunk or strip, value head, row)."""
+
+    def __init__(self, query, key, g, live, value_heads):
+        self.query, self.key, self.g = query, key, g
+        self.row, self.head = pl.program_id(2), pl.program_id(1)
+        self.live = live[self.row]
+        key_heads, self.key_dim = key.shape[-2:]
+        self.key_head = self.head // (value_heads // key_heads)
+
+    def tokens(self, index):
+        """Token numbers of a chunk and which of them are live (`live <= T`, so none past T)."""
+        token = index * CHUNK + jnp.arange(CHUNK)
+        return token, token < self.live
+
+    def gate(self, ref, index):
+        """`[CHUNK]`, zeros at dead tokens."""
+        token, on = self.tokens(index)
+        return load(ref, (self.row, token, self.head), on)
+
+    def rows(self, ref, index, head, column):
+        """`[CHUNK, columns]` float32 of `ref[B, T, heads, D]`, zeros at dead tokens and past D."""
+        token, on = self.tokens(index)
+        mask = on[:, None] & (column < ref.shape[-1])[None, :]
+        rows = load(ref, (self.row, token[:, None], head, column[None, :]), mask)
+        return rows.astype(jnp.float32)
+
+    def normalised(self, ref, index):
+        """Blocks of the normalised rows of queries or keys."""
+        blocks = [
+            self.rows(ref, index, self.key_head, channel) for channel in _blocks(self.key_dim)
+        ]
+        squares = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in blocks)
+        return [x * jax.lax.rsqrt(squares + L2_EPS) for x in blocks]
+
+    def solved(self, ref, index, column):
+        """Index and mask of one chunk in `[B, Hv, chunks, CHUNK, D]`."""
+        at = (self.row, self.head, index, jnp.arange(CHUNK)[:, None], column[None, :])
+        return at, jnp.broadcast_to((column < ref.shape[-1])[None, :], (CHUNK, column.shape[0]))
 
 
 def _inverse(strict, dot):
@@ -72,145 +100,124 @@ def _inverse(strict, dot):
     return inverse
 
 
-def _chunk_kernel(
-    query, key, value, g, beta, live, fresh, carried, scores, *, precision
-):
-    # query, key [T, Dk]; value [T, Dv]; g, beta [T]; live [1]
-    # fresh [CHUNK, Dv]; carried [CHUNK, Dk]; scores [CHUNK, CHUNK]
+def _chunk_kernel(query, key, value, g, beta, live, fresh, carried, scores, *, precision):
+    # query, key [B, T, Hk, Dk]; value [B, T, Hv, Dv]; g, beta [B, T, Hv]; live [B]
+    # fresh, carried, scores [B, Hv, chunks, CHUNK, Dv | Dk | CHUNK]
     dot = _dot(precision)
-    key_dim, value_dim = key.shape[1], value.shape[1]
+    head = _Head(query, key, g, live, value.shape[2])
     index = pl.program_id(0)
 
-    @pl.when(index * CHUNK < live[0])  # the walk never reads a dead chunk
+    @pl.when(index * CHUNK < head.live)  # the walk never reads a dead chunk
     def _():
-        token, on = _chunk_tokens(index, live[0])
         row = jnp.arange(CHUNK)
-        channel = jnp.arange(_padded(key_dim))
-        query_hat = l2_normalise(_load_rows(query, token, on, channel, key_dim), _total)
-        key_hat = l2_normalise(_load_rows(key, token, on, channel, key_dim), _total)
-        strength = plt.load(beta.at[token], mask=on, other=0.0)
-        total = jnp.cumsum(plt.load(g.at[token], mask=on, other=0.0))
+        keys = head.normalised(key, index)
+        strength = head.gate(beta, index)
+        elapsed = jnp.cumsum(head.gate(g, index))
 
-        lower = row[:, None] >= row[None, :]
-        decay = jnp.exp(jnp.where(lower, total[:, None] - total[None, :], -jnp.inf))
-        system = strength[:, None] * dot(key_hat, key_hat.T) * decay
+        gap = elapsed[:, None] - elapsed[None, :]
+        decay = jnp.exp(jnp.where(row[:, None] >= row[None, :], gap, -jnp.inf))
+        system = strength[:, None] * sum(dot(x, x.T) for x in keys) * decay
         inverse = _inverse(jnp.where(row[:, None] > row[None, :], system, 0.0), dot)
 
-        scale = key_dim**-0.5
-        scores[...] = dot(query_hat * scale, key_hat.T) * decay
-        right = (strength * jnp.exp(total))[:, None] * key_hat
-        kept = jnp.broadcast_to((channel < key_dim)[None, :], right.shape)
-        plt.store(carried.at[row[:, None], channel[None, :]], dot(inverse, right), mask=kept)
+        queries = head.normalised(query, index)
+        attention = sum(dot(x, y.T) for x, y in zip(queries, keys, strict=True))
+        at, mask = head.solved(scores, index, row)
+        store(scores, at, attention * head.key_dim**-0.5 * decay, mask)
 
-        channel = jnp.arange(_padded(value_dim))
-        right = strength[:, None] * _load_rows(value, token, on, channel, value_dim)
-        kept = jnp.broadcast_to((channel < value_dim)[None, :], right.shape)
-        plt.store(fresh.at[row[:, None], channel[None, :]], dot(inverse, right), mask=kept)
+        scale = (strength * jnp.exp(elapsed))[:, None]
+        for channel, block in zip(_blocks(head.key_dim), keys, strict=True):
+            at, mask = head.solved(carried, index, channel)
+            store(carried, at, dot(inverse, scale * block), mask)
+        for column in _blocks(value.shape[3]):
+            block = head.rows(value, index, head.head, column)
+            at, mask = head.solved(fresh, index, column)
+            store(fresh, at, dot(inverse, strength[:, None] * block), mask)
 
 
 def _walk_kernel(
-    query, key, g, live, fresh, carried, scores, state, output, after, *, precision
+    query, key, g, live, fresh, carried, scores, before, output, state, *, precision
 ):
-    # query, key [T, Dk]; g [T]; live [1]; fresh [chunks, CHUNK, Dv]; carried [chunks, CHUNK, Dk]
-    # scores [chunks, CHUNK, CHUNK]; state, after [Dk, Dv]; output [T, Dv]
+    # query, key [B, T, Hk, Dk]; g [B, T, Hv]; live [B]
+    # fresh, carried, scores [B, Hv, chunks, CHUNK, Dv | Dk | CHUNK]
+    # before, state [B, Hv, Dk, Dv]; output [B, T, Hv, Dv]
     dot = _dot(precision)
-    key_dim, (tokens, value_dim) = key.shape[1], output.shape
-    row, channel = jnp.arange(CHUNK), jnp.arange(_padded(key_dim))
+    tokens, value_heads, value_dim = output.shape[1:]
+    head = _Head(query, key, g, live, value_heads)
+    row = jnp.arange(CHUNK)
     column = pl.program_id(0) * _STRIP + jnp.arange(_STRIP)
-    on_channel, on_column = channel < key_dim, column < value_dim
-    where = (channel[:, None], column[None, :])
-    kept = on_channel[:, None] & on_column[None, :]
+    on_column = column < value_dim
+    channels = _blocks(head.key_dim)
 
-    def store_rows(token, rows):
+    def tile(channel):
+        index = (head.row, head.head, channel[:, None], column[None, :])
+        return index, (channel < head.key_dim)[:, None] & on_column[None, :]
+
+    def store_rows(index, rows):
+        token = index * CHUNK + row
         mask = (token < tokens)[:, None] & on_column[None, :]
-        plt.store(output.at[token[:, None], column[None, :]], rows, mask=mask)
+        store(output, (head.row, token[:, None], head.head, column[None, :]), rows, mask)
 
-    def step(i, state):
-        token, on = _chunk_tokens(i, live[0])
-        total = jnp.cumsum(plt.load(g.at[token], mask=on, other=0.0))
-        last = jnp.sum(jnp.where(row == CHUNK - 1, total, 0.0))
-        block = jnp.broadcast_to(on_channel[None, :], (CHUNK, channel.shape[0]))
-        carried_in = plt.load(
-            carried.at[i, row[:, None], channel[None, :]], mask=block, other=0.0
+    def step(index, state):  # the state in blocks of key channels, [<= 64, _STRIP] each
+        elapsed = jnp.cumsum(head.gate(g, index))
+        last = jnp.sum(jnp.where(row == CHUNK - 1, elapsed, 0.0))
+        update = load(fresh, *head.solved(fresh, index, column))
+        for channel, block in zip(channels, state, strict=True):
+            update -= dot(load(carried, *head.solved(carried, index, channel)), block)
+
+        rows = dot(load(scores, *head.solved(scores, index, row)), update)
+        scale = (jnp.exp(elapsed) * head.key_dim**-0.5)[:, None]
+        for queries, block in zip(head.normalised(query, index), state, strict=True):
+            rows += dot(scale * queries, block)
+        store_rows(index, rows)
+
+        scale = jnp.exp(last - elapsed)[:, None]
+        return tuple(
+            jnp.exp(last) * block + dot((scale * keys).T, update)
+            for keys, block in zip(head.normalised(key, index), state, strict=True)
         )
-        block = jnp.broadcast_to(on_column[None, :], (CHUNK, _STRIP))
-        update = plt.load(fresh.at[i, row[:, None], column[None, :]], mask=block, other=0.0)
-        update = update - dot(carried_in, state)
 
-        query_hat = l2_normalise(_load_rows(query, token, on, channel, key_dim), _total)
-        query_in = (jnp.exp(total) * key_dim**-0.5)[:, None] * query_hat
-        store_rows(token, dot(query_in, state) + dot(scores[i, :, :], update))
-
-        key_hat = l2_normalise(_load_rows(key, token, on, channel, key_dim), _total)
-        key_out = jnp.exp(last - total)[:, None] * key_hat
-        return jnp.exp(last) * state + dot(key_out.T, update)
-
-    def clear(i, carry):
-        store_rows(i * CHUNK + row, jnp.zeros((CHUNK, _STRIP), jnp.float32))
+    def clear(index, carry):
+        store_rows(index, jnp.zeros((CHUNK, _STRIP), jnp.float32))
         return carry
 
-    live_chunks = pl.cdiv(live[0], CHUNK)
-    first = plt.load(state.at[where], mask=kept, other=0.0)
-    plt.store(after.at[where], jax.lax.fori_loop(0, live_chunks, step, first), mask=kept)
+    live_chunks = pl.cdiv(head.live, CHUNK)
+    start = tuple(load(before, *tile(channel)) for channel in channels)
+    end = jax.lax.fori_loop(0, live_chunks, step, start)
+    for channel, block in zip(channels, end, strict=True):
+        index, mask = tile(channel)
+        store(state, index, block, mask)
     jax.lax.fori_loop(live_chunks, pl.cdiv(tokens, CHUNK), clear, 0)
 
 
 def prefill(query, key, value, g, beta, state, live, *, interpret=False):
     """See `api.prefill`."""
     rows, tokens, value_heads, value_dim = value.shape
-    key_heads, key_dim = key.shape[2:]
-    ratio, chunks = value_heads // key_heads, pl.cdiv(tokens, CHUNK)
-    # Products of float32 numbers to float32 accuracy: on the tensor cores as three TF32 products.
+    chunks = pl.cdiv(tokens, CHUNK)
+    # Products of float32 numbers to float32 accuracy; on tensor cores as three TF32 products.
     precision = (
         jax.lax.Precision.HIGHEST if interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     )
-
-    # Both grids have the head on axis 1 and the row on axis 2.
-    keys = pl.BlockSpec((None, tokens, None, key_dim), lambda i, h, b: (b, 0, h // ratio, 0))
-    values = pl.BlockSpec((None, tokens, None, value_dim), lambda i, h, b: (b, 0, h, 0))
-    gates = pl.BlockSpec((None, tokens, None), lambda i, h, b: (b, 0, h))
-    count = pl.BlockSpec((1,), lambda i, h, b: (b,))
-    states = pl.BlockSpec((None, None, key_dim, value_dim), lambda i, h, b: (b, h, 0, 0))
-
-    widths = (value_dim, key_dim, CHUNK)  # of fresh, carried and scores
-    solved = pl.pallas_call(
+    solved = triton_call(
         functools.partial(_chunk_kernel, precision=precision),
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, value_heads, chunks, CHUNK, width), jnp.float32)
-            for width in widths
-        ],
-        grid=(chunks, value_heads, rows),
-        in_specs=[keys, keys, values, gates, gates, count],
-        out_specs=[
-            pl.BlockSpec((None, None, None, CHUNK, width), lambda i, h, b: (b, h, i, 0, 0))
-            for width in widths
-        ],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
         name="gated_delta_chunks",
-    )(query, key, value, g, beta, live)
-
-    output, after = pl.pallas_call(
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((rows, value_heads, chunks, CHUNK, width), jnp.float32)
+            for width in (value_dim, key.shape[3], CHUNK)
+        ),
+        grid=(chunks, value_heads, rows),
+        operands=(query, key, value, g, beta, live),
+        num_warps=_WARPS,
+        interpret=interpret,
+    )
+    return triton_call(
         functools.partial(_walk_kernel, precision=precision),
-        out_shape=[
+        name="gated_delta_walk",
+        out_shape=(
             jax.ShapeDtypeStruct(value.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
-        ],
+        ),
         grid=(pl.cdiv(value_dim, _STRIP), value_heads, rows),
-        in_specs=[
-            keys,
-            keys,
-            gates,
-            count,
-            *(
-                pl.BlockSpec((None, None, chunks, CHUNK, width), lambda i, h, b: (b, h, 0, 0, 0))
-                for width in widths
-            ),
-            states,
-        ],
-        out_specs=[values, states],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        operands=(query, key, g, live, *solved, state),
+        num_warps=_WARPS,
         interpret=interpret,
-        name="gated_delta_walk",
-    )(query, key, g, live, *solved, state)
-    return output, after
+    )

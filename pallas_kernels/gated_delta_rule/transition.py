@@ -75,7 +75,15 @@ def transition(state: jax.Array, column: Column, total: Sum = ordered_sum) -> ja
     return decayed + key_hat[..., :, None] * update[..., None, :]
 
 
-def read(state: jax.Array, query_hat: jax.Array, total: Sum = ordered_sum) -> jax.Array:
-    """`S q / sqrt(Dk)`: output `[..., Hv, Dv]` of normalised queries `[..., Hv, Dk]`."""
-    scale = query_hat.shape[-1] ** -0.5
+def read(
+    state: jax.Array,
+    query_hat: jax.Array,
+    total: Sum = ordered_sum,
+    key_dim: int | None = None,
+) -> jax.Array:
+    """`S q / sqrt(Dk)`: output `[..., Hv, Dv]` of normalised queries `[..., Hv, Dk]`.
+
+    `key_dim` is the Dk meant where a kernel has padded its tiles with zeros.
+    """
+    scale = (key_dim or query_hat.shape[-1]) ** -0.5
     return total(state * query_hat[..., :, None], -2).squeeze(-2) * scale
