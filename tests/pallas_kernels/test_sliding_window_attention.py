@@ -192,6 +192,10 @@ class TestReference(SlidingWindowAttentionCases):
     function = reference
 
 
+class TestPallas(SlidingWindowAttentionCases):
+    function = functools.partial(sliding_window_attention, implementation="pallas_interpret")
+
+
 class TestXla(SlidingWindowAttentionCases):
     function = functools.partial(sliding_window_attention, implementation="xla")
 
