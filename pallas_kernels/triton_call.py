@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -75,6 +76,19 @@ def load(ref: Any, index: tuple, mask: jax.Array, fill: float | int = 0) -> jax.
 def store(ref: Any, index: tuple, value: jax.Array, mask: jax.Array) -> None:
     """Writes `value` to `ref[index]` where `mask`; nothing elsewhere."""
     plt.store(ref.at[index], value, mask=mask)
+
+
+def bfloat16_rounded(x: jax.Array) -> jax.Array:
+    """Float32 `x` rounded to the nearest bfloat16, ties to even, still as float32.
+
+    By integers and not by two casts: the compiler of an interpreted kernel may drop such a pair.
+    Adding 0x7fff and the lowest kept bit carries into the kept half exactly when the dropped half
+    is above a tie, or at a tie whose kept bit is odd. NaN is left alone: the carry could make it
+    an infinity.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.uint32(0xFFFF0000)
+    return jnp.where(x == x, jax.lax.bitcast_convert_type(bits, jnp.float32), x)
 
 
 def with_xla_gradient(kernel: Callable, xla: Callable) -> Callable:
