@@ -153,7 +153,7 @@ class Case:
     Attributes:
       op: its name, `op.part` where it has several entries.
       shape: name of geometry and batch, such as "27b-dflash2 B=8".
-      run: `run(*operands, implementation=...)`.
+      run: `run(*operands)`, which also takes `implementation=`.
       operands: `operands(key)` makes random ones; `jax.eval_shape` of it gives their shapes
         without any memory.
       minimum_bytes: every input that the result depends on read once, every output written once.

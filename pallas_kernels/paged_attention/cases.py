@@ -38,7 +38,7 @@ def _operands(key, *, rows, tokens, heads, kv_heads, dim, context, page, dtype, 
     return (*operands, jnp.broadcast_to(masks, (rows, tokens)).astype(jnp.int32))
 
 
-def _run(*operands, causal, implementation):
+def _run(*operands, causal, implementation=None):
     arrays, ancestors = operands[:8], (operands[8] if len(operands) > 8 else None)
     return paged_attention(
         *arrays, layer=0, causal=causal, ancestors=ancestors, implementation=implementation
