@@ -64,6 +64,41 @@ class Tiling:
         return cls(rows, tiles, keys, min(padded_size(tokens, 16), keys), span, max(spans, 1))
 
 
+def counts(
+    *,
+    rows: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    itemsize: int,
+    context: int,
+    capacity: int,
+) -> tuple[int, int, int]:
+    """(least bytes, moved bytes, flops) of a call, see `shapes.Case`.
+
+    Args:
+      rows: B.
+      tokens: columns, all live.
+      heads: N.
+      kv_heads: K.
+      dim: D.
+      itemsize: bytes of an element, the same everywhere.
+      context: context positions that are seen per row.
+      capacity: positions the kernel is built for.
+    """
+    tiling = Tiling.of(tokens, heads // kv_heads, dim, itemsize, capacity)
+    used = max(1, -(-context // tiling.span))
+    queries = 2 * rows * tokens * heads * dim * itemsize  # in and out
+    keys = 2 * rows * (context + tokens) * kv_heads * dim * itemsize
+    partial = 0
+    if tiling.spans > 1:  # two statistics and the mixed values, float32, written and read
+        partial = 2 * rows * tokens * heads * used * (dim + 2) * 4
+    # Each query tile reads the keys of its head again, and each span the queries.
+    moved = keys * tiling.query_tiles + queries // 2 * (1 + used) + partial
+    return queries + keys, moved, 4 * rows * tokens * heads * dim * (context + tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Statics:
     """What both kernels know while they are traced."""
