@@ -194,7 +194,11 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> Compiled:
     Raises:
       RuntimeError: ptxas refuses the PTX; its message is passed on.
     """
-    ptx, shared = to_ptx(kernel, gpu)
+    return assemble(kernel.name, *to_ptx(kernel, gpu), gpu)
+
+
+def assemble(name: str, ptx: str, shared_bytes: int, gpu: Gpu) -> Compiled:
+    """The last step: machine code of a kernel's PTX; as `compile_kernel`."""
     from triton.backends.nvidia.compiler import sm_arch_from_capability
 
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +212,7 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> Compiled:
         )
         log = done.stdout + done.stderr
         if done.returncode:
-            raise RuntimeError(f"ptxas refused {kernel.name} for {architecture}: {log}")
+            raise RuntimeError(f"ptxas refused {name} for {architecture}: {log}")
         size = binary.stat().st_size
 
     def number(pattern):
@@ -219,7 +223,7 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> Compiled:
         registers=number(r"Used (\d+) registers"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
-        shared_bytes=shared,
+        shared_bytes=shared_bytes,
         sass_bytes=size,
         tensor_core=re.search(r"\b(mma\.sync|wgmma\.mma_async)", ptx) is not None,
     )

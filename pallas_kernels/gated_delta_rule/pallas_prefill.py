@@ -16,8 +16,8 @@ from pallas_kernels.gated_delta_rule.transition import L2_EPS
 from pallas_kernels.triton_call import load, padded_size, store, triton_call
 
 CHUNK = 32  # tokens solved together
-_BASE = 8  # the inverse of a chunk starts from diagonal blocks of this width
-_STRIP = 32  # value columns of a walking program
+BASE = 8  # the inverse of a chunk starts from diagonal blocks of this width
+STRIP = 32  # value columns of a walking program
 # Channels of a product's operands: the tensor cores want at least 16, and operands of 128 channels,
 # each split into two TF32 numbers, do not fit in the registers.
 _MIN_BLOCK, _BLOCK = 16, 64
@@ -89,10 +89,10 @@ def _inverse(strict, dot):
         return row // width == column // width
 
     eye = jnp.where(row == column, 1.0, 0.0)
-    diagonal = jnp.where(same_block(_BASE), strict, 0.0)
+    diagonal = jnp.where(same_block(BASE), strict, 0.0)
     square = dot(diagonal, diagonal)
     inverse = dot(dot(eye - diagonal, eye + square), eye + dot(square, square))
-    width = _BASE
+    width = BASE
     while width < CHUNK:
         below = jnp.where(same_block(2 * width) & ~same_block(width), strict, 0.0)
         inverse = inverse - dot(dot(inverse, below), inverse)
@@ -144,7 +144,7 @@ def _walk_kernel(
     tokens, value_heads, value_dim = output.shape[1:]
     head = _Head(query, key, g, live, value_heads)
     row = jnp.arange(CHUNK)
-    column = pl.program_id(0) * _STRIP + jnp.arange(_STRIP)
+    column = pl.program_id(0) * STRIP + jnp.arange(STRIP)
     on_column = column < value_dim
     channels = _blocks(head.key_dim)
 
@@ -157,7 +157,7 @@ def _walk_kernel(
         mask = (token < tokens)[:, None] & on_column[None, :]
         store(output, (head.row, token[:, None], head.head, column[None, :]), rows, mask)
 
-    def step(index, state):  # the state in blocks of key channels, [<= 64, _STRIP] each
+    def step(index, state):  # the state in blocks of key channels, [<= 64, STRIP] each
         elapsed = jnp.cumsum(head.gate(g, index))
         last = jnp.sum(jnp.where(row == CHUNK - 1, elapsed, 0.0))
         update = load(fresh, *head.solved(fresh, index, column))
@@ -177,7 +177,7 @@ def _walk_kernel(
         )
 
     def clear(index, carry):
-        store_rows(index, jnp.zeros((CHUNK, _STRIP), jnp.float32))
+        store_rows(index, jnp.zeros((CHUNK, STRIP), jnp.float32))
         return carry
 
     live_chunks = pl.cdiv(head.live, CHUNK)
@@ -216,7 +216,7 @@ def prefill(query, key, value, g, beta, state, live, *, interpret=False):
             jax.ShapeDtypeStruct(value.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ),
-        grid=(pl.cdiv(value_dim, _STRIP), value_heads, rows),
+        grid=(pl.cdiv(value_dim, STRIP), value_heads, rows),
         operands=(query, key, g, live, *solved, state),
         num_warps=_WARPS,
         interpret=interpret,
