@@ -31,6 +31,8 @@ setuptools.setup(
     ],
     extras_require={
         "gpu": [f"jax[cuda12]{JAX}{LINUX}", f"jax-triton{LINUX}", f"triton{LINUX}"],
+        # Compilers of the kernel report; no GPU is needed.
+        "kernels": ["triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'"],
         "train": ["optax", "grain", "ml_collections"],
         "hf": ["transformers", "huggingface_hub"],
         # The code nobody here wrote: exact versions, so that the fixtures can be made again.

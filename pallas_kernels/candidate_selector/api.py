@@ -2,10 +2,16 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.candidate_selector import reference, xla
+from pallas_kernels.candidate_selector import pallas, reference, triton, xla
 from pallas_kernels.dispatch import check_shape, choose
+from pallas_kernels.triton_call import with_xla_gradient
 
-_IMPLEMENTATIONS = {"reference": reference.candidate_selector, "xla": xla.candidate_selector}
+_IMPLEMENTATIONS = {
+    "reference": reference.candidate_selector,
+    "xla": xla.candidate_selector,
+    "pallas": with_xla_gradient(pallas.candidate_selector, xla.candidate_selector),
+    "triton": triton.candidate_selector,
+}
 
 
 def candidate_selector(
@@ -37,7 +43,8 @@ def candidate_selector(
       anchor: token before the first mask column.
       temperature: per row.
       uniforms: in [0, 1), one per row and column.
-      implementation: None (best available), "xla" or "reference".
+      implementation: None (best available), "pallas", "pallas_interpret", "triton" (needs
+        jax-triton; has no gradient), "xla" or "reference".
 
     Returns:
       `(tokens, choices, q)`: int32 token ids, int32 ranks, and the float32 law each choice was

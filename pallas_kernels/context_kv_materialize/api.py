@@ -2,12 +2,14 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.context_kv_materialize import reference, xla
+from pallas_kernels.context_kv_materialize import pallas, reference, xla
 from pallas_kernels.dispatch import check_shape, choose
+from pallas_kernels.triton_call import with_xla_gradient
 
 _IMPLEMENTATIONS = {
     "reference": reference.context_kv_materialize,
     "xla": xla.context_kv_materialize,
+    "pallas": with_xla_gradient(pallas.context_kv_materialize, xla.context_kv_materialize),
 }
 
 
@@ -43,7 +45,7 @@ def context_kv_materialize(
       eps: norm epsilon.
       theta: rotary base.
       rotary_dim: rotated dimensions of a head (D in every published draft).
-      implementation: None (best available), "xla" or "reference".
+      implementation: None (best available), "pallas", "pallas_interpret", "xla" or "reference".
 
     Returns:
       `(ring_key, ring_value)`; slots that are not written keep their bits.

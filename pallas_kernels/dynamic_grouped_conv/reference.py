@@ -2,9 +2,13 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.elementary import rms_norm
 
-def prepare(x, base, delta):
+
+def prepare(x, base, delta, norm_weight=None, *, eps=None):
     """See `api.prepare`; plain float32."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     finish_delta = delta[:, :, 1].astype(x.dtype)
     return _convolve(x, base[0], delta[:, :, 0]).astype(x.dtype), finish_delta
 

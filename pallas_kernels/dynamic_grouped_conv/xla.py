@@ -2,11 +2,13 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.elementary import represented
+from pallas_kernels.elementary import represented, rms_norm
 
 
-def prepare(x, base, delta):
+def prepare(x, base, delta, norm_weight=None, *, eps=None):
     """See `api.prepare`."""
+    if norm_weight is not None:
+        x = represented(rms_norm(x.astype(jnp.float32), norm_weight, eps), x.dtype)
     prepared = represented(_convolve(x, base[0], delta[:, :, 0]), x.dtype)
     return prepared, represented(delta[:, :, 1], x.dtype)
 

@@ -2,17 +2,25 @@
 
 Shapes everywhere: query, key `[B, T, Hk, Dk]` raw (normalised inside), value `[B, T, Hv, Dv]`,
 g and beta `[B, T, Hv]` float32 (log decay and write strength), state `[B, Hv, Dk, Dv]` float32.
-`Hv` is a multiple of `Hk`; value head j uses key head `j // (Hv / Hk)`.
+`Hv` is a multiple of `Hk`; value head j uses key head `j // (Hv / Hk)`. `implementation` is None
+(best available), "pallas", "pallas_interpret", "xla" or "reference"; a ValueError names a shape
+that does not fit, or an implementation that is unknown or that this device cannot run. Fold
+reproduces the states of a verify of the same implementation to the bit, not those of another.
 """
 
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.gated_delta_rule import reference, xla
+from pallas_kernels.gated_delta_rule import pallas, pallas_prefill, reference, xla
+from pallas_kernels.triton_call import with_xla_gradient
 
-_PREFILL = {"xla": xla.prefill, "reference": reference.prefill}
-_VERIFY = {"xla": xla.verify, "reference": reference.verify}
-_FOLD = {"xla": xla.fold, "reference": reference.fold}
+_PREFILL = {
+    "xla": xla.prefill,
+    "reference": reference.prefill,
+    "pallas": with_xla_gradient(pallas_prefill.prefill, xla.prefill),
+}
+_VERIFY = {"xla": xla.verify, "reference": reference.verify, "pallas": pallas.verify}
+_FOLD = {"xla": xla.fold, "reference": reference.fold, "pallas": pallas.fold}
 
 
 def _check(query, key, value, g, beta, state, rows):
@@ -66,7 +74,8 @@ def fold(
     """State after the first `count[b]` recorded columns, every layer at once.
 
     All arrays carry a leading layer axis; `count [B]` is shared by the layers. Bit for bit the
-    state that `verify` went through; columns past `count` are never used.
+    state that `verify` went through; columns past `count` are never used. Donate the state to
+    update it in place.
     """
     layers = {x.shape[0] for x in (state, key, value, g, beta)}
     if len(layers) != 1:

@@ -3,15 +3,22 @@
 Layouts: state `[..., Hv, Dk, Dv]` float32 (the Hugging Face cache layout), key and query raw
 `[..., Hk, Dk]`, value `[..., Hv, Dv]`, log decay g and beta `[..., Hv]`.
 
+The functions take their `total`, the sum over a head dimension, as an argument: a compiled kernel
+has a reduction of its own, whose order follows from the shape of its tile alone.
+
 References: Gated Delta Networks (Yang et al., 2024), section 3.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 L2_EPS = 1e-6
+
+
+Sum = Callable[[jax.Array, int], jax.Array]  # (x, axis) -> sum over axis, kept as 1
 
 
 def ordered_sum(x: jax.Array, axis: int) -> jax.Array:
@@ -28,10 +35,10 @@ def ordered_sum(x: jax.Array, axis: int) -> jax.Array:
     return x
 
 
-def l2_normalise(x: jax.Array) -> jax.Array:
+def l2_normalise(x: jax.Array, total: Sum = ordered_sum) -> jax.Array:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, in float32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(ordered_sum(x * x, -1) + L2_EPS)
+    return x * jax.lax.rsqrt(total(x * x, -1) + L2_EPS)
 
 
 def per_value_head(x: jax.Array, value_heads: int) -> jax.Array:
@@ -58,28 +65,25 @@ def make_columns(key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array
     return Column(key_hat, value.astype(jnp.float32), jnp.exp(g), beta)
 
 
-def _contract(state: jax.Array, vector: jax.Array) -> jax.Array:
-    """`sum_k state[..., k, v] * vector[..., k]`, float32 whatever the backend's default.
-
-    As a product it costs a twentieth of multiply-and-sum on a CPU, where XLA does not vectorise
-    that reduction.
-    """
-    return jnp.einsum(
-        "...kv,...k->...v", state, vector, precision=jax.lax.Precision.HIGHEST
-    )
-
-
-def transition(state: jax.Array, column: Column) -> jax.Array:
-    """One token: the next state `[..., Hv, Dk, Dv]`."""
+def transition(state: jax.Array, column: Column, total: Sum = ordered_sum) -> jax.Array:
+    """One token: the next state `[..., Hv, Dk, Dv]`; without the head axis for a single head."""
     key_hat, value, decay, beta = column
     decayed = decay[..., None, None] * state
     # The error is read from the already decayed state.
-    error = value - ordered_sum(decayed * key_hat[..., :, None], -2)[..., 0, :]
+    error = value - total(decayed * key_hat[..., :, None], -2).squeeze(-2)
     update = beta[..., None] * error
     return decayed + key_hat[..., :, None] * update[..., None, :]
 
 
-def read(state: jax.Array, query_hat: jax.Array) -> jax.Array:
-    """`S q / sqrt(Dk)`: output `[..., Hv, Dv]` of normalised queries `[..., Hv, Dk]`."""
-    scale = query_hat.shape[-1] ** -0.5
-    return ordered_sum(state * query_hat[..., :, None], -2)[..., 0, :] * scale
+def read(
+    state: jax.Array,
+    query_hat: jax.Array,
+    total: Sum = ordered_sum,
+    key_dim: int | None = None,
+) -> jax.Array:
+    """`S q / sqrt(Dk)`: output `[..., Hv, Dv]` of normalised queries `[..., Hv, Dk]`.
+
+    `key_dim` is the Dk meant where a kernel has padded its tiles with zeros.
+    """
+    scale = (key_dim or query_hat.shape[-1]) ** -0.5
+    return total(state * query_hat[..., :, None], -2).squeeze(-2) * scale

@@ -13,6 +13,7 @@ def paged_attention(
     block_table,
     lengths,
     live,
+    ancestors,
     *,
     layer,
     causal,
@@ -43,7 +44,12 @@ def paged_attention(
         [jnp.broadcast_to(context_position, in_context.shape), query_position], axis=1
     )
     allowed = jnp.broadcast_to(alive[:, None, :], (*query_position.shape, alive.shape[1]))
-    if causal:
+    if ancestors is not None:
+        bits = jnp.unpackbits(ancestors.view(jnp.uint8), axis=-1, bitorder="little")
+        tree = bits.reshape(*ancestors.shape, 32)[:, :, :tokens].astype(bool)
+        context = jnp.ones((*tree.shape[:2], context_position.size), bool)
+        allowed = allowed & jnp.concatenate([context, tree], axis=2)
+    elif causal:
         allowed = allowed & (query_position[:, :, None] >= position[:, None, :])
 
     scores = jnp.einsum(

@@ -19,6 +19,7 @@ def paged_attention(
     block_table,
     lengths,
     live,
+    ancestors,
     *,
     layer,
     causal,
@@ -30,7 +31,9 @@ def paged_attention(
     column = jnp.arange(tokens)
     block_live = column < live[:, None]
     block_mask = jnp.broadcast_to(block_live[:, None, :], (rows, tokens, tokens))
-    if causal:
+    if ancestors is not None:
+        block_mask = block_mask & ((ancestors[:, :, None] >> column) & 1 == 1)
+    elif causal:
         block_mask = block_mask & (column[:, None] >= column)
 
     if block_table.shape[1] * page <= CHUNK:

@@ -5,9 +5,10 @@ import operator
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import check_heads, check_shape, choose
-from pallas_kernels.sliding_window_attention import reference, xla
+from pallas_kernels.sliding_window_attention import pallas, reference, xla
 
 _IMPLEMENTATIONS = {
+    "pallas": pallas.sliding_window_attention,
     "reference": reference.sliding_window_attention,
     "xla": xla.sliding_window_attention,
 }
@@ -46,14 +47,14 @@ def sliding_window_attention(
       layer: which ring.
       causal: whether a column sees only itself and what comes before it.
       scale: factor on the scores; None is 1 / sqrt(D).
-      implementation: None (best available), "xla" or "reference".
+      implementation: None (best available), "xla", "pallas", "pallas_interpret" or "reference".
 
     Returns:
       Attention output in `q.dtype`; softmax and sums in float32.
 
     Raises:
       ValueError: a shape does not fit, the layer does not exist, or the implementation is
-        unknown or unavailable.
+        unknown or cannot run here.
 
     References:
       Specification of DFlash, local layers and context rings.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.candidate_selector import candidate_selector
+from pallas_kernels.candidate_selector import candidate_selector, pallas
 
 # Energies are float32 sums of up to 256 products; their absolute error, some 1e-6 for the sizes
 # here, is the relative error of q.
@@ -93,6 +93,7 @@ class CandidateSelectorCases:
     """Every backend inherits these; `function` is the op with its implementation bound."""
 
     function = None
+    draws = 20000  # of the test of the law
 
     def select(self, *args):
         tokens, choices, q = jax.jit(self.function)(*args)
@@ -208,12 +209,12 @@ class CandidateSelectorCases:
         np.testing.assert_array_equal(q[0, 0], [0, 1, 0, 0])
 
     def test_paths_follow_their_law(self):
-        # Joint frequencies of all 4^3 paths over 20000 uniforms, each within 4 sigma.
+        # Joint frequencies of all 4^3 paths over many uniforms, each within 4 sigma.
         rng = np.random.default_rng(3)
         scores, candidates, projected, predecessor, successor, anchor, _, _ = inputs(
             rng, 1, 3, 4, 6, 0.8
         )
-        draws = 20000
+        draws = self.draws
         wide = [np.repeat(x, draws, axis=0) for x in (scores, candidates, projected)]
         _, choices, _ = self.select(
             *wide,
@@ -266,6 +267,32 @@ class TestReference(CandidateSelectorCases):
     function = functools.partial(candidate_selector, implementation="reference")
 
 
+class TestPallas(CandidateSelectorCases):
+    function = functools.partial(candidate_selector, implementation="pallas_interpret")
+    draws = 2000  # one after the other when interpreted
+
+    def test_lattice_rows(self):
+        args = inputs(np.random.default_rng(7), 2, 3, 5, 12, 1.0)
+        scores, candidates, projected, predecessor, successor, anchor, *_ = args
+        lattice = np.asarray(jax.jit(functools.partial(pallas.lattice, interpret=True))(*args[:6]))
+        for b in range(2):
+            for i in range(3):
+                for p in range(5):
+                    token = anchor[b] if i == 0 else candidates[b, i - 1, p]
+                    expected = energies(
+                        scores[b], candidates[b], projected[b], predecessor, successor, token, i
+                    )
+                    # Float32 sums of twelve products of numbers near 1.
+                    np.testing.assert_allclose(lattice[b, i, p], expected, rtol=1e-5, atol=3e-6)
+
+    def test_an_id_outside_the_codebook_reads_nobodys_row(self):
+        args = list(inputs(np.random.default_rng(8), 2, 2, 4, 8, 1.0))
+        args[5] = np.array([64, -1], np.int32)
+        _, choices, q = self.select(*args)
+        assert np.isnan(q[:, 0]).all()
+        assert ((0 <= choices) & (choices < 4)).all()
+
+
 class TestXla(CandidateSelectorCases):
     function = functools.partial(candidate_selector, implementation="xla")
 
@@ -274,9 +301,12 @@ class TestApi:
     def args(self):
         return list(inputs(np.random.default_rng(6), 2, 3, 4, 5, 1.0))
 
-    @pytest.mark.parametrize("name", ["pallas", "triton", "XLA"])
-    def test_named_implementation_is_refused_not_replaced(self, name):
-        with pytest.raises(ValueError, match=f"{name}.*reference, xla"):
+    @pytest.mark.parametrize(
+        "name, why",
+        [("pallas", "no CUDA device"), ("triton", "no CUDA device"), ("XLA", "expected")],
+    )
+    def test_named_implementation_is_refused_not_replaced(self, name, why):
+        with pytest.raises(ValueError, match=f"{name}.*{why}"):
             candidate_selector(*self.args(), implementation=name)
 
     @pytest.mark.parametrize(

@@ -181,6 +181,25 @@ class TestReference(ContextKvMaterializeCases):
     function = reference
 
 
+class TestPallas(ContextKvMaterializeCases):
+    function = functools.partial(context_kv_materialize, implementation="pallas_interpret")
+
+    @pytest.mark.parametrize("dim, kv_heads", [(64, 4), (128, 8), (256, 2)])
+    def test_heads_of_real_models(self, dim, kv_heads):
+        # 17 columns of a ring of 7: tiles of 16 vectors that are dead, live and both; bfloat16
+        # keys and float16 values, as a 27B draft keeps them.
+        frontier, live = [0, 6, 7, 8, 23], [17, 0, 1, 7, 9]
+        args = list(inputs(np.random.default_rng(9), frontier, live, 17, 7, kv_heads, dim, 1))
+        args[3], args[4] = jnp.asarray(args[3], jnp.bfloat16), jnp.asarray(args[4], jnp.float16)
+        got_key, got_value = self.write(*args, rotary_dim=dim)
+        key, value = reference(*args, eps=EPS, theta=THETA, rotary_dim=dim)
+        # One bfloat16 apart where float32 sums of another order lie next to a tie.
+        np.testing.assert_allclose(np.float32(got_key), np.float32(key), rtol=2**-7, atol=1e-5)
+        np.testing.assert_array_equal(
+            np.asarray(got_value).view(np.uint16), np.asarray(value).view(np.uint16)
+        )
+
+
 class TestXla(ContextKvMaterializeCases):
     function = functools.partial(context_kv_materialize, implementation="xla")
 
@@ -205,9 +224,11 @@ class TestApi:
     def args(self):
         return list(inputs(np.random.default_rng(8), [3, 9], [2, 0], 4, 6, 2, 8))
 
-    @pytest.mark.parametrize("name", ["pallas", "triton", "XLA"])
-    def test_named_implementation_is_refused_not_replaced(self, name):
-        with pytest.raises(ValueError, match=f"{name}.*reference, xla"):
+    @pytest.mark.parametrize(
+        "name, why", [("pallas", "no CUDA device"), ("triton", "no triton"), ("XLA", "expected")]
+    )
+    def test_named_implementation_is_refused_not_replaced(self, name, why):
+        with pytest.raises(ValueError, match=f"{name}.*{why}"):
             context_kv_materialize(*self.args(), **self.options, rotary_dim=8, implementation=name)
 
     @pytest.mark.parametrize(

@@ -62,6 +62,28 @@ class DynamicGroupedConvCases:
         expected = np.float64(residual) + oracle(branch, base, finish_delta, 1)
         np.testing.assert_allclose(got, expected, **FLOAT32)
 
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    def test_norm_inside_is_the_norm_before(self, dtype):
+        # 80 channels: no power of two.
+        rng = np.random.default_rng(7)
+        x, base, delta = inputs(rng, 2, 5, 5, 16, 2, dtype)
+        weight = jnp.asarray(rng.uniform(0.5, 1.5, size=80), dtype)
+        prepared, finish_delta = jax.jit(functools.partial(self.prepare, eps=1e-3))(
+            3 * x, base, delta, weight
+        )
+        wide = 3 * np.float64(x)
+        normed = np.float64(weight) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
+        np.testing.assert_array_equal(finish_delta, delta[:, :, 1])
+        if dtype == np.float32:
+            np.testing.assert_allclose(prepared, oracle(normed, base, delta[:, :, 0], 0), **FLOAT32)
+        else:
+            # The norm is rounded as the projection's input was. A float32 sum next to a tie may
+            # round the other way than float64: one part in 2**8 of a term, rarely.
+            normed = normed.astype(ml_dtypes.bfloat16)
+            expected = oracle(normed, base, delta[:, :, 0], 0)
+            wrong = np.abs(np.float64(prepared) - expected) > 2**-8 * 1.001 * np.abs(expected)
+            assert wrong.mean() < 0.01
+
     def test_first_column_has_no_history_and_taps_look_back(self):
         # Two channels in two groups. Tap 0 scales by 1 (+ delta), tap 1 by 10, tap 2 by 100.
         x = jnp.array([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
@@ -125,6 +147,43 @@ class TestReference(DynamicGroupedConvCases):
     prepare, finish = reference
 
 
+class TestPallas(DynamicGroupedConvCases):
+    prepare = functools.partial(prepare, implementation="pallas_interpret")
+    finish = functools.partial(finish, implementation="pallas_interpret")
+
+    @pytest.mark.parametrize("columns", [1, 16, 17])
+    def test_more_than_one_span_of_channels(self, columns):
+        # 1040 channels: 65 groups, one of them in a second program.
+        rng = np.random.default_rng(8)
+        x, base, delta = inputs(rng, 1, columns, 65, 16, 2, jnp.bfloat16)
+        prepared, finish_delta = jax.jit(self.prepare)(x, base, delta)
+        expected, expected_delta = reference[0](x, base, delta)
+        # Both round float32 sums that may differ in their last bit: at a tie, one bfloat16 apart.
+        np.testing.assert_allclose(
+            np.float32(prepared), np.float32(expected), rtol=2**-7, atol=1e-6
+        )
+        np.testing.assert_array_equal(finish_delta, expected_delta)
+        got = jax.jit(self.finish)(prepared, x, base, finish_delta)
+        expected = reference[1](prepared, x, base, finish_delta)
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=2**-7, atol=1e-6)
+
+    def test_gradients_are_those_of_the_xla_form(self):
+        args = inputs(np.random.default_rng(9), 1, 3, 2, 8, 2)
+
+        def loss(implementation, x, base, delta):
+            prepared, finish_delta = prepare(x, base, delta, implementation=implementation)
+            out = finish(prepared, x, base, finish_delta, implementation=implementation)
+            return jnp.sum(jnp.sin(out))
+
+        got, expected = (
+            jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1, 2)))(*args)
+            for name in ("pallas_interpret", "xla")
+        )
+        for one, other in zip(got, expected, strict=True):
+            # The cosines come from outputs that may differ in their last bit.
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 class TestXla(DynamicGroupedConvCases):
     prepare = functools.partial(prepare, implementation="xla")
     finish = functools.partial(finish, implementation="xla")
@@ -145,13 +204,22 @@ class TestXla(DynamicGroupedConvCases):
 
 
 class TestApi:
-    @pytest.mark.parametrize("name", ["pallas", "triton", "XLA"])
-    def test_named_implementation_is_refused_not_replaced(self, name):
+    @pytest.mark.parametrize(
+        "name, why", [("pallas", "no CUDA device"), ("triton", "no triton"), ("XLA", "expected")]
+    )
+    def test_named_implementation_is_refused_not_replaced(self, name, why):
         x, base, delta = inputs(np.random.default_rng(4), 2, 3, 2, 8, 2)
-        with pytest.raises(ValueError, match=f"{name}.*reference, xla"):
+        with pytest.raises(ValueError, match=f"{name}.*{why}"):
             prepare(x, base, delta, implementation=name)
-        with pytest.raises(ValueError, match=f"{name}.*reference, xla"):
+        with pytest.raises(ValueError, match=f"{name}.*{why}"):
             finish(x, x, base, delta[:, :, 1], implementation=name)
+
+    def test_norm_weight_and_eps_come_together(self):
+        x, base, delta = inputs(np.random.default_rng(4), 2, 3, 2, 8, 2)
+        with pytest.raises(ValueError, match="eps: got None"):
+            prepare(x, base, delta, jnp.ones(16))
+        with pytest.raises(ValueError, match="eps: got 1e-06"):
+            prepare(x, base, delta, eps=1e-6)
 
     @pytest.mark.parametrize(
         "index, name, shape",

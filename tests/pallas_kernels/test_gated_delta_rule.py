@@ -390,14 +390,73 @@ class TestReference(GatedDeltaRuleCases):
     implementation = "reference"
 
 
+class TestPallas(GatedDeltaRuleCases):
+    implementation = "pallas_interpret"
+    # Chunks of 32 here. Four rows of 70 tokens, like two other cases: one compilation for all.
+    lengths = [0, 32, 33, 69]
+
+    def test_heads_of_real_models(self, rng):
+        # 128 channels are two blocks of the products and sixteen strips; 17 columns of bfloat16
+        # records; NaN after the live ones.
+        live = np.array([17, 5], np.int32)
+        args = inputs(rng, 2, 17, 1, 2, 128, 128)
+        columns = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in args[:3]]
+        args = filled((*columns, *args[3:]), live, np.nan)
+        output, after = self.prefill(*args, live)
+        verified = np.asarray(self.verify(*args, live))
+        for row, count in enumerate(live):
+            expected, states = recurrence(*(np.float32(x[row]) for x in args))
+            expected = expected[:count]
+            np.testing.assert_allclose(output[row, :count], expected, **CLOSE)
+            np.testing.assert_allclose(verified[row, :count], expected, **CLOSE)
+            np.testing.assert_allclose(after[row], states[count], **CLOSE)
+            assert not verified[row, count:].any()
+
+        # To the bit: a verify that goes on from Fold(m) repeats the rest of the outputs.
+        query, key, value, g, beta, state = args
+        for m in ([3, 0], [16, 4], [1, 5]):
+            count = np.array(m, np.int32)
+            folded = self.fold(*(x[None] for x in (state, key, value, g, beta)), count)[0]
+            rest = [
+                np.stack([np.roll(x[row], -shift, axis=0) for row, shift in enumerate(m)])
+                for x in args[:5]
+            ]
+            again = np.asarray(self.verify(*rest, folded, live - count))
+            for row, shift in enumerate(m):
+                np.testing.assert_array_equal(
+                    again[row, : live[row] - shift], verified[row, shift : live[row]]
+                )
+
+    def test_gradients_of_prefill_are_those_of_the_xla_form(self, rng):
+        args = inputs(rng, 1, 8, 1, 2, 8, 8)
+        live = np.array([7], np.int32)
+
+        def gradient(implementation):
+            def loss(args):
+                output, after = gated_delta_rule.prefill(
+                    *args, live, implementation=implementation
+                )
+                return jnp.sum(jnp.sin(output[:, :7])) + jnp.sum(jnp.sin(after))
+
+            return jax.jit(jax.grad(loss))(args)
+
+        got, expected = gradient(self.implementation), gradient("xla")
+        for name, one, other in zip(NAMES, got, expected, strict=True):
+            # The cosines come from outputs that differ by a few roundings.
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_default_is_a_known_implementation(rng):
     args = inputs(rng, 1, 8)
     live = np.array([8], np.int32)
     default = gated_delta_rule.verify(*args, live)
     named = gated_delta_rule.verify(*args, live, implementation="xla")
     np.testing.assert_array_equal(default, named)
-    with pytest.raises(ValueError, match="'fast'.*expected one of reference, xla"):
+    with pytest.raises(ValueError, match="'fast'.*expected one of pallas, reference, xla"):
         gated_delta_rule.prefill(*args, live, implementation="fast")
+    for function in (gated_delta_rule.prefill, gated_delta_rule.verify):
+        with pytest.raises(ValueError, match="'pallas'.*no CUDA device"):
+            function(*args, live, implementation="pallas")
     with pytest.raises(ValueError, match="no triton kernel"):
         gated_delta_rule.verify(*args, live, implementation="triton")
 

@@ -1,0 +1,87 @@
+"""The op at real shapes."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_rule.api import fold, prefill, verify
+from pallas_kernels.gated_delta_rule.pallas import STRIP
+from pallas_kernels.gated_delta_rule.pallas_prefill import BASE, CHUNK
+from pallas_kernels.gated_delta_rule.pallas_prefill import STRIP as WALK
+from pallas_kernels.shapes import GEOMETRIES, Case, Target
+
+_PREFILL = 2048  # tokens of a chunk of the prompt
+
+
+def _operands(key, target: Target, rows, tokens, dtype, part):
+    lead = (target.gdn_layers, rows) if part == "fold" else (rows,)
+    keys = jax.random.split(key, 6)
+    heads, dim = target.gdn_value_heads, target.gdn_head_dim
+    query, record = (
+        jax.random.normal(k, (*lead, tokens, target.gdn_key_heads, dim), dtype) for k in keys[:2]
+    )
+    value = jax.random.normal(keys[2], (*lead, tokens, heads, dim), dtype)
+    g = -jax.random.exponential(keys[3], (*lead, tokens, heads))
+    beta = jax.random.uniform(keys[4], (*lead, tokens, heads))
+    state = jax.random.normal(keys[5], (*lead, heads, dim, dim))
+    live = jnp.full(rows, tokens, jnp.int32)
+    if part == "fold":
+        return state, record, value, g, beta, live
+    return query, record, value, g, beta, state, live
+
+
+def _case(geometry, rows, tokens, part) -> Case:
+    target, dtype = geometry.target, jnp.dtype(geometry.dtype)
+    heads, dim = target.gdn_value_heads, target.gdn_head_dim
+    layers = target.gdn_layers if part == "fold" else 1
+    columns = layers * rows * tokens
+    states = layers * rows * heads * dim * dim * 4
+    keys = columns * target.gdn_key_heads * dim * dtype.itemsize  # of a key, or of a query
+    values, gates = columns * heads * dim * dtype.itemsize, 2 * columns * heads * 4
+    outputs = columns * heads * dim * 4
+    # Every strip of every value head reads its key head again.
+    strips = heads // target.gdn_key_heads * -(-dim // (WALK if part == "prefill" else STRIP))
+    if part == "fold":
+        minimum = 2 * states + keys + values + gates
+        moved = 2 * states + strips * keys + values + gates
+        flops = 5 * columns * heads * dim * dim
+    elif part == "verify":
+        minimum = states + 2 * keys + values + gates + outputs
+        moved = states + 2 * strips * keys + values + gates + outputs
+        # Decay, error, update and output: 1 + 2 + 2 + 2 per entry of the state.
+        flops = 7 * columns * heads * dim * dim
+    else:
+        minimum = 2 * states + 2 * keys + values + gates + outputs
+        # Written by one kernel and read by the other: fresh once; the rest by every strip.
+        fresh, rest = columns * heads * dim * 4, columns * heads * (dim + CHUNK) * 4
+        ratio = heads // target.gdn_key_heads
+        moved = (
+            minimum + 2 * (ratio - 1 + strips) * keys
+            + 2 * fresh + (1 + strips // ratio) * rest
+        )  # fmt: skip
+        doublings = (CHUNK // BASE).bit_length() - 1
+        chunk = 2 * CHUNK * CHUNK * (2 * dim + 3 * dim)  # keys, scores; carried, fresh, output
+        chunk += 2 * CHUNK**3 * (4 + 2 * doublings) + 3 * 2 * CHUNK * dim * dim
+        flops = columns // CHUNK * heads * chunk
+    return Case(
+        op=f"gated_delta_rule.{part}",
+        shape=f"{geometry.name} B={rows}",
+        run={"verify": verify, "fold": fold, "prefill": prefill}[part],
+        operands=functools.partial(
+            _operands, target=target, rows=rows, tokens=tokens, dtype=dtype, part=part
+        ),
+        minimum_bytes=minimum,
+        moved_bytes=moved,
+        flops=flops,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Verify of one layer, Fold of all layers, and a chunk of a prompt in one layer."""
+    for geometry in GEOMETRIES:
+        for rows in geometry.rows:
+            yield _case(geometry, rows, geometry.draft.columns, "verify")
+            yield _case(geometry, rows, geometry.draft.columns, "fold")
+            yield _case(geometry, rows, _PREFILL, "prefill")
