@@ -67,9 +67,9 @@ class GatedDeltaNet(nn.Module):
 
         columns = Linear(c.conv_channels, self.dtype, name="in_proj_qkv")(x)
         joined = jnp.concatenate([conv, columns.astype(conv.dtype)], axis=1)
-        mixed = nn.silu(DepthwiseConv(c.linear_conv_kernel_dim, self.dtype, name="conv1d")(
-            joined, tokens
-        ))
+        mixed = nn.silu(
+            DepthwiseConv(c.linear_conv_kernel_dim, self.dtype, name="conv1d")(joined, tokens)
+        )
         query, key, value = jnp.split(mixed, [c.key_width, 2 * c.key_width], axis=-1)
         query, key = query.reshape(key_shape), key.reshape(key_shape)
         value = value.reshape(value_shape)
