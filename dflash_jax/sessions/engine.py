@@ -70,13 +70,13 @@ class Engine:
             jax.config.update("jax_compilation_cache_dir", os.fspath(compilation_cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         self.pair = pair
-        self.spec, weights = plan(pair, draft_tokens)
+        self.spec, self.weights = plan(pair, draft_tokens)
         self.max_rows, self.max_context = max_rows, max_context
         self._stop_columns = max_stop_ids
         logging.info("engine: %s", self.describe())
-        self._batch = Batch(
+        self.batch = Batch(
             self.spec,
-            weights,
+            self.weights,
             max_rows,
             max_context,
             prefill_chunk,
@@ -104,6 +104,11 @@ class Engine:
     def idle(self) -> bool:
         """Nothing is waiting or running."""
         return not self._queue and not any(self._seats)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a row, or whose prompt is not processed yet."""
+        return len(self._queue) + len(self._prompts)
 
     def submit(
         self,
@@ -261,7 +266,7 @@ class Engine:
                 self._move_in(row, self._queue.popleft())
 
     def _move_in(self, row: int, request: Request) -> None:
-        self._batch.admit(row, request)
+        self.batch.admit(row, request)
         seat = Seat(row, request, self.pair.tokenizer)
         self._seats[row], self._resting[row] = seat, None
         self._prompts.append(seat)
@@ -271,12 +276,12 @@ class Engine:
         if not self._prompts:
             return
         seat = self._prompts[0]
-        self._batch.prefill(seat.row, seat.next_chunk(self._batch.chunk))
+        self.batch.prefill(seat.row, seat.next_chunk(self.batch.chunk))
         if seat.prefilled < len(seat.request.prompt):
             return
         self._prompts.popleft()
         self._in_round = True
-        licensed = [self._batch.choose_anchor(seat.row)]
+        licensed = [self.batch.choose_anchor(seat.row)]
         seat.anchored = True
         preview = seat.preview(licensed)
         self._in_round = False
@@ -292,7 +297,7 @@ class Engine:
         for seat in seats:
             planned[seat.row] = seat.live_width(self.spec.draft_tokens, self.max_context)
         self._in_round = True
-        egress = self._batch.speculate(planned)
+        egress = self.batch.speculate(planned)
         accepted = egress[:, -1].tolist()
         licensed = {seat: egress[seat.row, : accepted[seat.row] + 1].tolist() for seat in seats}
         previews = {seat: seat.preview(licensed[seat]) for seat in seats}
@@ -304,7 +309,7 @@ class Engine:
         committed = np.zeros(self.max_rows, np.int32)
         for seat, preview in previews.items():
             committed[seat.row] = preview.count
-        self._batch.commit(committed)
+        self.batch.commit(committed)
         self._in_round = False
         for seat, preview in previews.items():
             verified = int(planned[seat.row])
