@@ -5,13 +5,17 @@ from dflash_jax.decoding.distribution import Sampling
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.result import Generation, Origin, Round
 from dflash_jax.io.pair import Pair, load_pair
+from dflash_jax.sessions.engine import Engine
+from dflash_jax.sessions.request import Request
 
 __all__ = [
     "Causality",
     "ConfigError",
+    "Engine",
     "Generation",
     "Origin",
     "Pair",
+    "Request",
     "Round",
     "Sampling",
     "generate",

@@ -106,7 +106,8 @@ def make_controls(
         for field in dataclasses.fields(Sampling)
     ]
     earliest = np.asarray(stop_from or [0] * rows, np.int32)
-    return Controls(*map(jnp.asarray, (*values, padded, earliest)))
+    # Not jnp.asarray: for every new shape it would compile a program of its own.
+    return jax.device_put(Controls(*values, padded, earliest))
 
 
 def public_logits(logits: Float[Array, "... V"], public_vocab: int) -> Float[Array, "... V"]:

@@ -74,6 +74,29 @@ def make_weights(pair: Pair) -> Weights:
     return Weights(params, pair.draft_params, rows)
 
 
+def plan(pair: Pair, draft_tokens: int | None = None) -> tuple[Spec, Weights]:
+    """What the rounds of a pair depend on, and its weights.
+
+    Args:
+      draft_tokens: K; 0 is plain decoding, and then the draft is left out. None is the trained
+        block less its anchor (0 without a draft).
+
+    Raises:
+      ValueError: a width out of range, or one without a draft.
+    """
+    if draft_tokens is None:
+        draft_tokens = min(pair.draft.block_size - 1, MAX_DRAFT_TOKENS) if pair.draft else 0
+    if draft_tokens and pair.draft and draft_tokens >= pair.draft.block_size:
+        logging.info(
+            "draft_tokens %d is beyond the trained block of %d: acceptance will suffer",
+            draft_tokens,
+            pair.draft.block_size,
+        )
+    draft = pair.draft if draft_tokens else None
+    spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
+    return spec, make_weights(pair) if draft else Weights(pair.target_params, None)
+
+
 def prepare(
     pair: Pair,
     prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
@@ -91,22 +114,13 @@ def prepare(
     buckets do not compile anew.
     """
     rows = _token_rows(pair, prompts)
-    if draft_tokens is None:
-        draft_tokens = min(pair.draft.block_size - 1, MAX_DRAFT_TOKENS) if pair.draft else 0
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(
             f"min_new_tokens: got {min_new_tokens}, expected 0..{max_new_tokens} (max_new_tokens)"
         )
-    if draft_tokens and pair.draft and draft_tokens >= pair.draft.block_size:
-        logging.info(
-            "draft_tokens %d is beyond the trained block of %d: acceptance will suffer",
-            draft_tokens,
-            pair.draft.block_size,
-        )
-    draft = pair.draft if draft_tokens else None
-    spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
+    spec, weights = plan(pair, draft_tokens)
     samplings = _per_row("sampling", sampling or Sampling(), len(rows), Sampling)
     if isinstance(seed, (int, np.integer)):
         seed = [seed + index for index in range(len(rows))]
@@ -121,9 +135,14 @@ def prepare(
     return Job(
         spec=spec,
         buffer=buffer,
-        weights=make_weights(pair) if draft else Weights(pair.target_params, None),
+        weights=weights,
         state=init_sequences(
-            pair.target, draft, jnp.asarray(seeds, jnp.uint32), capacity, spec.width, pair.dtype
+            pair.target,
+            spec.draft,
+            jnp.asarray(seeds, jnp.uint32),
+            capacity,
+            spec.width,
+            pair.dtype,
         ),
         prompts=jnp.asarray(padded),
         lengths=jnp.asarray([len(tokens) for tokens in rows], jnp.int32),
@@ -194,23 +213,24 @@ def _token_rows(pair, prompts) -> list[list[int]]:
         prompts = [prompts]
     if not 1 <= len(prompts) <= MAX_ROWS:
         raise ValueError(f"prompts: got {len(prompts)}, expected 1..{MAX_ROWS}")
-    rows = []
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if pair.tokenizer is None:
-                raise ValueError(f"prompt {index} is text, but the target has no tokenizer.json")
-            prompt = pair.tokenizer.encode(prompt)
-        tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise ValueError(f"prompt {index} is empty, expected at least one token")
-        for at, token in enumerate(tokens):
-            if not 0 <= token < pair.target.vocab_size:
-                raise ValueError(
-                    f"prompt {index}, position {at}: token id {token}, expected "
-                    f"0..{pair.target.vocab_size - 1}"
-                )
-        rows.append(tokens)
-    return rows
+    return [prompt_tokens(pair, p, f"prompt {index}") for index, p in enumerate(prompts)]
+
+
+def prompt_tokens(pair: Pair, prompt: str | Sequence[int], name: str = "prompt") -> list[int]:
+    """Token ids of a prompt given as text or as ids; errors call it `name`."""
+    if isinstance(prompt, str):
+        if pair.tokenizer is None:
+            raise ValueError(f"{name} is text, but the target has no tokenizer.json")
+        prompt = pair.tokenizer.encode(prompt)
+    tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError(f"{name} is empty, expected at least one token")
+    for at, token in enumerate(tokens):
+        if not 0 <= token < pair.target.vocab_size:
+            raise ValueError(
+                f"{name}, position {at}: token id {token}, expected 0..{pair.target.vocab_size - 1}"
+            )
+    return tokens
 
 
 def _per_row(name, values, rows, kind) -> list:

@@ -49,8 +49,7 @@ class Generation:
     @property
     def acceptance_length(self) -> float:
         """tau: mean of accepted + 1 over rounds that verified proposals; nan without any."""
-        taken = [r.accepted + 1 for r in self.rounds if r.verified]
-        return sum(taken) / len(taken) if taken else float("nan")
+        return acceptance_length(self.rounds)
 
     @property
     def origins(self) -> list[Origin]:
@@ -61,6 +60,12 @@ class Generation:
             own = own if r.verified else Origin.PLAIN
             origins += ([Origin.DRAFT] * r.accepted + [own])[: r.committed]
         return origins
+
+
+def acceptance_length(rounds: list[Round]) -> float:
+    """tau: mean of accepted + 1 over rounds that verified proposals; nan without any."""
+    taken = [r.accepted + 1 for r in rounds if r.verified]
+    return sum(taken) / len(taken) if taken else float("nan")
 
 
 def accepted_per_position(rounds: list[Round], draft_tokens: int) -> list[float]:

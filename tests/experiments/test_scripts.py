@@ -16,8 +16,9 @@ from dflash_jax.training import corpus
 from experiments.configs import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPTS = ("compare", "demo", "export_cases", "generate", "kernel_report", "make_prompts",
-           "train_draft", "train_target")  # fmt: skip
+SCRIPTS = ("build_proposal_head", "certify", "compare", "demo", "export_cases", "generate",
+           "kernel_report", "make_prompts", "profile_round", "serve_file", "train_draft",
+           "train_target")  # fmt: skip
 
 
 def objects(text: str) -> list[dict]:
