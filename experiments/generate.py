@@ -10,7 +10,7 @@ import pathlib
 import rich.console
 from absl import flags
 
-from dflash_jax import generate, load_pair
+from dflash_jax import Sampling, generate, load_pair
 from experiments import cli, show
 
 _PROMPT = flags.DEFINE_string("prompt", None, "text to continue")
@@ -23,7 +23,19 @@ _HEAD = flags.DEFINE_string(
 _DRAFT_TOKENS = flags.DEFINE_integer(
     "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
 )
-_SAMPLING = cli.define_sampling()
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "keep the k best tokens; 0 keeps all")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "keep tokens while the mass before them is below this")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "keep tokens with this share of the best one's mass")
+_PRESENCE = flags.DEFINE_float(
+    "presence_penalty", 0.0, "subtracted from the logit of every token published so far"
+)
+_FREQUENCY = flags.DEFINE_float(
+    "frequency_penalty", 0.0, "subtracted once for each time it was published"
+)
+_REPETITION = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "divides positive logits of tokens of prompt and output"
+)
 _SEED = flags.DEFINE_integer("seed", 0, "row i has seed + i")
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "tokens to generate per prompt")
 _MIN_NEW = flags.DEFINE_integer("min_new_tokens", 0, "tokens before a stop token may come")
@@ -51,6 +63,15 @@ def read_prompts() -> list[str]:
 def main() -> None:
     if not 1 <= _ROWS.value <= 8:
         raise ValueError(f"--rows: got {_ROWS.value}, expected 1..8")
+    sampling = Sampling(
+        _TEMPERATURE.value,
+        _TOP_K.value,
+        _TOP_P.value,
+        _MIN_P.value,
+        _PRESENCE.value,
+        _FREQUENCY.value,
+        _REPETITION.value,
+    )
     prompts = read_prompts()
     draft = None if _DRAFT.value == "none" else _DRAFT.value
     pair = load_pair(_TARGET.value, draft, _DTYPE.value, proposal_head=_HEAD.value)
@@ -67,7 +88,7 @@ def main() -> None:
             draft_tokens=_DRAFT_TOKENS.value,
             max_new_tokens=_MAX_NEW.value,
             min_new_tokens=_MIN_NEW.value,
-            sampling=_SAMPLING(),
+            sampling=sampling,
             seed=_SEED.value + start,
         )
         for prompt, result in zip(batch, results, strict=True):
