@@ -19,9 +19,11 @@ from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.acceptance import Accepted, Proposal
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
 from dflash_jax.decoding.loop import decode, prefill_prompts
+from dflash_jax.decoding.propose import Lattice
 from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.state.counts import count_output
 from dflash_jax.state.sequence import SequenceState, init_sequences
+from dflash_jax.typing import Array, Float, Int
 
 _BISECTIONS = 24  # float32 uniforms are multiples of 2**-23
 
@@ -75,11 +77,12 @@ class Enumerator:
             return distribution.target_distribution(processed, controls)
 
         self._law = jax.jit(law)
-        self._accepted = _fresh(acceptance.accepted_prefix)
         self._extra = _fresh(acceptance.extra_law)
         self._walk = _fresh(propose.walk)
         self._lattice = _fresh(propose.make_lattice, static_argnums=0)
         self._propose = _fresh(propose.propose, static_argnums=0)
+        self._passing = _fresh(_passing)
+        self._border = _fresh(_border)
 
     def law(self, sampling: Sampling, length: int) -> np.ndarray:
         """Law of the first `length` published tokens, `[V] * length`, float64.
@@ -132,7 +135,10 @@ class Enumerator:
             law = self._law(
                 verified.logits, controls, state.counts, proposal.tokens, state.frontier
             )
-            passing = [self._accepting(law, proposal, column) for column in range(planned)]
+            passing = [
+                np.asarray(self._passing(law, proposal, column), np.float64)
+                for column in range(planned)
+            ]
             tokens = np.asarray(proposal.tokens)
             index, mass = np.arange(prefixes), reached[level] * weight[:prefixes]
             for accepted in range(planned + 1):
@@ -146,16 +152,6 @@ class Enumerator:
                 np.add.at(target, index, here[:, None] * extra)
                 if accepted < planned:
                     index = index * vocabulary + tokens[:prefixes, accepted]
-
-    def _accepting(self, law, proposal, column: int) -> np.ndarray:
-        """Chance that a proposal passes once those before it have."""
-        columns = proposal.tokens.shape[1]
-
-        def passes(uniform):
-            uniforms = jnp.zeros((len(uniform), columns)).at[:, column].set(uniform)
-            return np.asarray(self._accepted(law, proposal, uniforms)) > column
-
-        return _measure(passes, len(proposal.tokens))
 
     def _proposals(self, state, controls, planned: int):
         """Every path the draft can propose, with its chance in each row."""
@@ -177,27 +173,16 @@ class Enumerator:
             uniforms[:, column] = uniform
             weight = weight * chance
 
-        def propose_with(uniforms) -> Proposal:
-            return self._walk(lattice, anchor, controls.temperature, jnp.asarray(uniforms), count)
-
         column = len(chosen)
         if column == planned:
             if weight.any():
-                yield propose_with(uniforms), weight
+                given = (anchor, controls.temperature, jnp.asarray(uniforms), count)
+                yield self._walk(lattice, *given), weight
             return
-        ids = np.asarray(lattice.candidates)[:, column]
-
-        def up_to(rank):
-            def chosen_before(uniform):
-                trial = uniforms.copy()
-                trial[:, column] = uniform
-                tokens = np.asarray(propose_with(trial).tokens)[:, column]
-                return np.argmax(ids == tokens[:, None], axis=1) <= rank
-
-            return chosen_before
-
+        given = (lattice, anchor, controls.temperature, jnp.asarray(uniforms), count)
         borders = [np.zeros(rows)]
-        borders += [_measure(up_to(rank), rows) for rank in range(candidates)]
+        for rank in range(candidates):
+            borders.append(np.asarray(self._border(*given, column, rank), np.float64))
         for low, high in itertools.pairwise(borders):
             step = ((low + high) / 2, high - low)
             if not step[1].any():
@@ -211,15 +196,41 @@ def _public(law: np.ndarray, vocabulary: int) -> np.ndarray:
     return law[..., :vocabulary].astype(np.float64)
 
 
-def _measure(holds: Callable[[np.ndarray], np.ndarray], rows: int) -> np.ndarray:
+def _passing(law, proposal: Proposal, column: Int[Array, ""]) -> Float[Array, "B"]:
+    """Chance that the proposal of a column passes once those before it have."""
+
+    def passes(uniform):
+        uniforms = jnp.zeros(proposal.tokens.shape).at[:, column].set(uniform)
+        return acceptance.accepted_prefix(law, proposal, uniforms) > column
+
+    return _measure(passes, len(proposal.tokens))
+
+
+def _border(
+    lattice: Lattice, anchor, temperature, uniforms, count, column, rank
+) -> Float[Array, "B"]:
+    """Chance that the walk takes one of the ranks 0..rank in a column, given the columns before."""
+
+    def up_to_rank(uniform):
+        tried = uniforms.at[:, column].set(uniform)
+        tokens = propose.walk(lattice, anchor, temperature, tried, count).tokens[:, column]
+        return jnp.argmax(lattice.candidates[:, column] == tokens[:, None], axis=1) <= rank
+
+    return _measure(up_to_rank, len(anchor))
+
+
+def _measure(holds: Callable[[Array], Array], rows: int) -> Float[Array, "B"]:
     """Per row, the measure of the uniforms for which a decision holds: [0, t) for some t."""
-    low, high = np.zeros(rows), np.ones(rows)
-    for _ in range(_BISECTIONS):
-        middle = np.float32((low + high) / 2)
+
+    def halve(_, interval):
+        low, high = interval
+        middle = (low + high) / 2
         held = holds(middle)
-        low, high = np.where(held, middle, low), np.where(held, high, middle)
+        return jnp.where(held, middle, low), jnp.where(held, high, middle)
+
+    low, high = jax.lax.fori_loop(0, _BISECTIONS, halve, (jnp.zeros(rows), jnp.ones(rows)))
     # Exactly none or all of the interval, where every tried uniform said so.
-    return np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
+    return jnp.where(low == 0, 0.0, jnp.where(high == 1, 1.0, (low + high) / 2))
 
 
 def sampled_sequences(

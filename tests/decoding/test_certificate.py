@@ -15,7 +15,6 @@ from dflash_jax.decoding.certificate import Enumerator, sampled_sequences
 from dflash_jax.decoding.randomness import Purpose
 from experiments import certify
 from experiments.configs.toy import make_toy
-from experiments.target_law import sequence_law
 
 VOCABULARY, DRAFT_TOKENS, LENGTH = 4, 2, 4
 FILTERED = Sampling(0.9, 3, 0.9, 0.02, 0.7, 0.3, 1.4)
@@ -30,10 +29,7 @@ def toy(dflash2):
 
 @functools.cache
 def target_law(dflash2, sampling):
-    subject = toy(dflash2)
-    return sequence_law(
-        certify.logits_after(subject), VOCABULARY, subject.prompt, sampling, LENGTH
-    )
+    return certify.chain_law(toy(dflash2), sampling, LENGTH)
 
 
 def difference(dflash2, sampling):
