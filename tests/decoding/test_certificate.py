@@ -136,7 +136,7 @@ def test_a_leak_from_the_padded_vocabulary_is_seen(monkeypatch):
         difference(True, FREE)
 
 
-def chi_square(trials=8192):
+def chi_square(trials=4096):
     observed = certify.sample_toy(toy(True), FREE, LENGTH, trials)
     return certify.p_value(observed.reshape(-1), target_law(True, FREE).reshape(-1))
 
