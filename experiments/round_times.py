@@ -7,6 +7,7 @@ import numpy as np
 
 from dflash_jax import Engine, Pair, Sampling
 from dflash_jax.decoding import round as phases
+from dflash_jax.decoding.loop import PREFILL_CHUNK
 
 
 def measure(
@@ -27,7 +28,9 @@ def measure(
     """
     warm = 5
     width = (draft_tokens if draft_tokens is not None else _trained(pair)) + 1
-    budget = (rounds + warm) * width + 1
+    # Rows that are filled first decode while the others' prompts go in, a chunk a step.
+    filling = sum(-(-len(prompt) // PREFILL_CHUNK) for prompt in prompts)
+    budget = (filling + warm + rounds) * width + 1
     engine = Engine(
         pair,
         max_rows=len(prompts),

@@ -8,7 +8,6 @@
 Between `speculate` and `commit` the licensed tokens go to the host, which chooses N.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -147,8 +146,6 @@ class Programs:
         chunk: int,
         report: Report,
     ):
-        # Neither the width of a block nor its pending features concern a prompt.
-        narrow = dataclasses.replace(spec, draft_tokens=1) if spec.draft is not None else spec
         batch = state.frontier.shape[0]
         number = jax.ShapeDtypeStruct((), np.int32)
         own = jax.eval_shape(rows.take_controls, controls, number)
@@ -159,8 +156,8 @@ class Programs:
         _, scratch = jax.eval_shape(partial(speculate, spec), weights, state, controls, per_row)
         lowered = {
             "admit": lambda: admit.lower(state, controls, number, seed, own),
-            "prefill": lambda: prefill.lower(narrow, weights, state, number, tokens, count),
-            "choose_anchor": lambda: choose_anchor.lower(narrow, weights, state, controls, number),
+            "prefill": lambda: prefill.lower(spec, weights, state, number, tokens, count),
+            "choose_anchor": lambda: choose_anchor.lower(spec, weights, state, controls, number),
             "speculate": lambda: speculate.lower(spec, weights, state, controls, per_row),
             "commit": lambda: commit.lower(state, scratch.verified, scratch.accepted, per_row),
         }

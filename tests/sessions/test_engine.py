@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax import Engine, Sampling, generate
-from dflash_jax.sessions import rows
 from tests.decoding import tiny
 from tests.sessions.letters import TABLE, Letters
 from tests.sessions.requests import (
@@ -173,8 +172,8 @@ def test_a_row_full_of_nonsense_serves_like_a_new_one(engine):
     state = jax.tree.map(poison, batch.state)
     kv = state.target.kv._replace(block_table=tables)
     batch.state = jax.device_put(state._replace(target=state.target._replace(kv=kv)))
-    # In all rows at once, then shorter prompts after longer ones in the same rows.
-    for order in (range(8), sorted(range(12), key=lambda i: -len(wanted[i]["prompt"]))):
+    # Beside rows still full of it, then everywhere, shorter prompts after longer ones.
+    for order in (range(3), sorted(range(12), key=lambda i: -len(wanted[i]["prompt"]))):
         requests = [(i, submit(engine, wanted[i])) for i in order]
         engine.run()
         for index, request in requests:
@@ -195,12 +194,11 @@ def test_a_budget_extended_is_one_larger_budget(engine, first):
     for request, one in zip(parts, whole, strict=True):
         assert request.tokens == one.tokens[:first]
         assert request.text == Letters().decode(request.tokens)
-        row = [s.request for s in engine._resting if s].index(request)
-        seat = [s for s in engine._resting if s][row]
-        state = rows.take(engine.batch.state, seat.row)
-        assert int(state.frontier[0]) == len(request.prompt) + first - 1
-        assert int(state.anchor[0]) == request.tokens[-1]
-        assert int(state.counts.output.sum()) == first
+        (row,) = [seat.row for seat in engine._resting if seat and seat.request is request]
+        state = engine.batch.state
+        assert np.asarray(state.frontier)[row] == len(request.prompt) + first - 1
+        assert np.asarray(state.anchor)[row] == request.tokens[-1]
+        assert np.asarray(state.counts.output)[row].sum() == first
         engine.extend(request, 9)
     engine.run()
     assert [(r.tokens, r.text) for r in parts] == [(r.tokens, r.text) for r in whole]
@@ -248,14 +246,17 @@ def test_stop_ids_and_strings_end_where_the_text_says(engine):
 
 
 def test_min_new_tokens_counts_tokens(engine):
-    """Every token a stop id but one: only that one may come until its time."""
-    everything = [token for token in range(8)]
-    for least in (0, 1, 6):
-        free = engine.submit([3], max_new_tokens=20, min_new_tokens=least, eos_ids=everything)
+    """The tokens that greedy text begins with are stop ids: none comes before its time."""
+    free = engine.submit([3], max_new_tokens=20, ignore_eos=True)
+    engine.run()
+    stops = list(dict.fromkeys(free.tokens))[:8]
+    for least in (0, 1, 6, 20):
+        request = engine.submit([3], max_new_tokens=20, min_new_tokens=least, eos_ids=stops)
         engine.run()
-        assert not set(free.tokens[:least]) & set(everything)
-        if free.finish_reason == "stop":
-            assert len(free.tokens) > least
+        assert not set(request.tokens[:least]) & set(stops)
+        ended_early = len(request.tokens) > least and request.finish_reason == "stop"
+        assert ended_early or len(request.tokens) == 20
+        assert (least == 0) == (request.tokens == free.tokens[:1])
     # A stop string that ends too early is passed over; one right after counts.
     text = engine.submit([9, 4], max_new_tokens=24, ignore_eos=True)
     engine.run()
@@ -290,8 +291,9 @@ def test_cancellation_at_every_moment(engine):
     for request in queued[1:8]:
         engine.cancel(request)
     ended = engine.step()
-    assert set(ended) == set(queued[1:9])
-    engine.step()
+    assert set(ended) >= set(queued[1:9])
+    while not engine._seat_of(prompt).prefilled:
+        engine.step()
     engine.cancel(prompt)  # between two chunks of its prompt
     assert prompt.tokens == [] and engine._seat_of(prompt) is None
     engine.run()
@@ -356,7 +358,7 @@ def test_an_error_ends_one_request_alone(engine):
     engine.step()
     engine.pair = dataclasses.replace(engine.pair, tokenizer=tokenizer)
     deaf = engine.submit([2, 3], max_new_tokens=30, ignore_eos=True, on_text=refuse)
-    greedy = engine.submit([3], max_new_tokens=2, on_text=lambda _: engine.step())
+    greedy = engine.submit([3], max_new_tokens=2, ignore_eos=True, on_text=lambda _: engine.step())
     neighbours = [(i, submit(engine, wanted[i])) for i in range(4)]
     ended = engine.run()
     assert {broken, deaf, greedy} <= set(ended) and len(ended) == 7
@@ -392,17 +394,13 @@ def test_a_round_leaves_the_device_once(engine, monkeypatch):
             engine.step()
     assert out == [(8, K + 2)] * 5
     assert into == [(8,)] * 5
-    # The guard does guard.
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="[Dd]isallowed"):
-        engine.batch._programs.commit(
-            engine.batch.state, *engine_scratch(engine), np.zeros(8, np.int32)
-        )
-
-
-def engine_scratch(engine):
+    # The guard does guard: N that nobody sent over explicitly.
     engine.batch.speculate(np.full(8, -1, np.int32))
     scratch = engine.batch._scratch
-    return scratch.verified, scratch.accepted
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="[Dd]isallowed"):
+        engine.batch._programs.commit(
+            engine.batch.state, scratch.verified, scratch.accepted, np.zeros(8, np.int32)
+        )
 
 
 def test_compiled_before_the_first_request_and_once():

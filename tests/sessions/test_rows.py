@@ -31,6 +31,7 @@ def test_a_row_goes_to_another_place_whole(draft):
     other = jax.tree.map(lambda leaf: np.zeros_like(leaf), state)
     row = np.int32(1)
     moved = jax.jit(lambda a, b: rows.put(b, row, rows.take(a, row)))(state, other)
+    moved = jax.device_get(moved)
     axes = jax.tree.leaves(rows.row_axes(state))
     leaves = [jax.tree.leaves(tree) for tree in (state, other, moved)]
     assert len(axes) == len(leaves[0])
@@ -46,7 +47,7 @@ def test_a_row_goes_to_another_place_whole(draft):
 @pytest.mark.parametrize("draft", [tiny.DFLASH, tiny.DFLASH2])
 def test_an_emptied_row_keeps_only_its_pages(draft):
     state = numbered(draft)
-    emptied = jax.jit(rows.empty)(state, np.int32(2), np.uint32(77))
+    emptied = jax.device_get(jax.jit(rows.empty)(state, np.int32(2), np.uint32(77)))
     one, before = rows.take(emptied, np.int32(2)), rows.take(state, np.int32(2))
     np.testing.assert_array_equal(one.target.kv.block_table, before.target.kv.block_table)
     if one.draft.pages is not None:
