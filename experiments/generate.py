@@ -11,6 +11,7 @@ import rich.console
 from absl import flags
 
 from dflash_jax import Sampling, generate, load_pair
+from dflash_jax.decoding.generate import plan
 from experiments import cli, show
 
 _PROMPT = flags.DEFINE_string("prompt", None, "text to continue")
@@ -77,7 +78,8 @@ def main() -> None:
     pair = load_pair(_TARGET.value, draft, _DTYPE.value, proposal_head=_HEAD.value)
     console = rich.console.Console()
     if not _JSON.value:
-        title = f"{_TARGET.value}: {pair.describe()}"
+        spec, _ = plan(pair, _DRAFT_TOKENS.value)
+        title = f"{_TARGET.value}: {pair.describe()}, {spec.draft_tokens} draft tokens"
         console.print(title, style="bold", highlight=False, soft_wrap=True)
         console.print(show.legend())
     for start in range(0, len(prompts), _ROWS.value):

@@ -93,15 +93,15 @@ def bootstrap_interval(groups: list[np.ndarray], samples: int = 1000) -> tuple[f
 
 
 def phase_seconds(
-    pair: Pair, prompt: list[int], draft_tokens: int, repeats: int = 100, trials: int = 5
+    pair: Pair, prompts: list[list[int]], draft_tokens: int, repeats: int = 100, trials: int = 5
 ) -> dict[str, float]:
-    """Seconds per call of draft (catch-up + propose) and verify (+ accept + commit), one row.
+    """Seconds per call of draft (catch-up + propose) and verify (+ accept + commit), all rows.
 
     Each phase runs `repeats` times inside one compiled loop, as it does when decoding, at a fixed
     frontier; the figure is the fastest of `trials`. Without a draft there is only verify: a
     plain step.
     """
-    job = prepare(pair, [prompt], draft_tokens=draft_tokens, max_new_tokens=64)
+    job = prepare(pair, prompts, draft_tokens=draft_tokens, max_new_tokens=64)
     spec, weights = job.spec, job.weights
     state = job.prefill()
     seconds = {"verify": _time(_verify_loop, spec, repeats, trials, weights, state, job.controls)}
@@ -123,7 +123,7 @@ def _time(loop, spec: Spec, repeats: int, trials: int, *args) -> float:
 
 def _verify_loop(spec: Spec, repeats: int, weights: Weights, state, controls):
     full = jnp.full_like(state.frontier, spec.draft_tokens)
-    tokens = jnp.zeros((1, spec.draft_tokens), jnp.int32)
+    tokens = jnp.zeros((len(full), spec.draft_tokens), jnp.int32)
     frontier = state.frontier
 
     def body(index, state):
@@ -185,7 +185,7 @@ def compare(
         width = draft_tokens if pair.draft else 0
         results, seconds = run_all(pair, prompts, draft_tokens=width, **options)
         row = summarise(name, width, results, seconds)
-        row["costs"] = phase_seconds(pair, prompts[0], width)
+        row["costs"] = phase_seconds(pair, prompts[:rows], width)
         tokens = [result.tokens for result in results]
         same = tokens if same is None else same
         if temperature == 0:

@@ -59,6 +59,11 @@ def main() -> None:
     if pair.tokenizer is None:
         raise ValueError(f"{_TARGET.value}: no tokenizer.json, which the prompts need")
     check_pair(pair.target, config, pair.tokenizer.vocab_size)
+    recipe_flags = (_KIND, _TARGET, _DATA, _PROMPT, _STEPS, _ROWS, _ANCHORS, _PEAK, _GAMMA, _SOFT)
+    loop.keep_recipe(
+        pathlib.Path(_WORKDIR.value),
+        {flag.name: flag.value for flag in (*recipe_flags, _OUTSIDE, _SEED, _INIT)},
+    )
     stream = corpus.token_stream(pair.tokenizer, held_out=False)
 
     def continuations():
@@ -74,6 +79,11 @@ def main() -> None:
         )
 
     tokens, greedy = load_or_make(pathlib.Path(_DATA.value), continuations)
+    if tokens.shape != (_SEQUENCES.value, _LENGTH.value):
+        raise ValueError(
+            f"--data: {_DATA.value} holds {len(tokens)} sequences of {tokens.shape[1]} tokens, but "
+            f"--sequences is {_SEQUENCES.value} and --length {_LENGTH.value}"
+        )
     draft_tokens = config.block_size - 1
     logging.info("%d continuations of %d tokens", *tokens.shape)
 

@@ -27,6 +27,10 @@ _SAVE_EVERY = flags.DEFINE_integer("save_every", 250, "steps between saves", low
 
 def main() -> None:
     config = tiny.TARGET
+    loop.keep_recipe(
+        pathlib.Path(_WORKDIR.value),
+        {flag.name: flag.value for flag in (_STEPS, _ROWS, _LENGTH, _PEAK, _SEED)},
+    )
     texts = (text for _, text in corpus.library_files(held_out=False))
     tokenizer = corpus.train_tokenizer(texts, config.vocab_size)
     codec = Tokenizer(tokenizer, config.eos_token_ids)

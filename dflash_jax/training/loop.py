@@ -76,6 +76,27 @@ def init_state(params: Params, optimiser: optax.GradientTransformation) -> Train
     return TrainState(params, optimiser.init(params), np.int32(0))
 
 
+def keep_recipe(directory: pathlib.Path, recipe: dict[str, Any]) -> None:
+    """Writes what a run was begun with, or checks that it is what it goes on with.
+
+    Raises:
+      ValueError: a value changed; the message names it, both values and the file.
+    """
+    path = pathlib.Path(directory) / "recipe.json"
+    if path.is_file():
+        begun = json.loads(path.read_text("utf-8"))
+        for name in sorted(begun.keys() | recipe.keys()):
+            was, now = begun.get(name), recipe.get(name)
+            if was != now:
+                raise ValueError(
+                    f"{name}: got {now!r}, but this run was begun with {was!r} ({path}); "
+                    "use the same value, or another --workdir"
+                )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(recipe, indent=2) + "\n", "utf-8")
+
+
 def saved_steps(directory: pathlib.Path) -> list[int]:
     """Steps with a complete save, ascending. Orbax renames a save into place when it is whole."""
     found = directory.glob("step_*")

@@ -77,6 +77,7 @@ def test_generate_shows_text_and_settings(script, pair_flags, capsys):
     assert run(*flags, "--prompt=def main():", "--max_new_tokens=9", "--draft_tokens=3") == 0
     printed = capsys.readouterr().out
     assert "DFlash2, trained block 8" in printed.splitlines()[0]
+    assert printed.splitlines()[0].endswith("3 draft tokens")
     assert "\ndef main():" in printed
     assert re.search(r"\d+ tokens in \d+ rounds, 3 draft tokens, tau \d\.\d\d", printed)
 
@@ -321,6 +322,12 @@ def test_train_target_then_a_draft_of_each_kind(script, small_training, tmp_path
         assert pair.public_vocab <= 300 and pair.eos_token_ids == (0,)
     with np.load(data) as saved:
         assert saved["tokens"].shape == (4, 96)
+    # Other flags than those the run and its data were made with are refused, not ignored.
+    capsys.readouterr()
+    assert script("train_draft")(*flags[:-2], "--sequences=5", "--length=96") == 2
+    assert_one_line(capsys.readouterr(), "--data", "4 sequences of 96", "--sequences is 5")
+    assert script("train_draft")(*flags, "--gamma=3") == 2
+    assert_one_line(capsys.readouterr(), "gamma: got 3.0", "begun with 4.0", "recipe.json")
     # What was written drafts, and greedy text is the target's whatever it drafts.
     capsys.readouterr()
     texts = []

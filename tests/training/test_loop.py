@@ -106,6 +106,21 @@ def test_a_save_of_another_model_is_refused(tmp_path):
         loop.restore(tmp_path, other)
 
 
+def test_a_run_goes_on_with_the_recipe_it_was_begun_with(tmp_path):
+    recipe = {"steps": 6, "learning_rate": 0.1, "init": None}
+    loop.keep_recipe(tmp_path / "run", recipe)
+    loop.keep_recipe(tmp_path / "run", dict(recipe))
+    for change, message in (
+        ({"steps": 7}, "steps: got 7, but this run was begun with 6"),
+        ({"init": "tiny"}, "init: got 'tiny', but this run was begun with None"),
+        ({"gamma": 4.0}, "gamma: got 4.0, but this run was begun with None"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            loop.keep_recipe(tmp_path / "run", recipe | change)
+        assert str(tmp_path / "run" / "recipe.json") in str(raised.value)
+    loop.keep_recipe(tmp_path / "run", recipe)  # a refused one has changed nothing
+
+
 def test_metrics_rows(tmp_path):
     """Logged every second step, evaluated at every save (every third) and at the end."""
     seen = []
