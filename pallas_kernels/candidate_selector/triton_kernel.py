@@ -62,7 +62,7 @@ def candidate_walk(
         last = tl.max(tl.where(possible, rank, 0), axis=0)
         choice = tl.where(heat > 0, tl.minimum(drawn, last), greedy)
 
-        chosen = rank == choice  # both int32, as `token` stays from column to column
+        chosen = rank == choice
         token = tl.sum(tl.where(chosen, ids, 0), axis=0)
         tl.store(tokens + at, token)
         tl.store(choices + at, choice)
