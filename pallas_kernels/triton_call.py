@@ -74,7 +74,11 @@ def load(ref: Any, index: tuple, mask: jax.Array, fill: float | int = 0) -> jax.
 
 
 def store(ref: Any, index: tuple, value: jax.Array, mask: jax.Array) -> None:
-    """Writes `value` to `ref[index]` where `mask`; nothing elsewhere."""
+    """Writes `value` to `ref[index]` where `mask`; nothing elsewhere.
+
+    Interpreted, a lane whose mask is False writes back what stood at its index, and would undo a
+    lane that writes there: it must point somewhere else, or past the end, which is dropped.
+    """
     plt.store(ref.at[index], value, mask=mask)
 
 

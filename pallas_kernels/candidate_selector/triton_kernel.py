@@ -34,10 +34,12 @@ def candidate_walk(
     for column in range(COLUMNS):
         at = row * COLUMNS + column
         gate = tl.load(projected + at * RANK + channel, mask=on_channel, other=0.0)
-        # An id outside the codebook reads NaN, never another's row.
-        known = (token >= 0) & (token < VOCABULARY)
-        address = predecessor + token.to(tl.int64) * RANK + channel
-        before = tl.load(address, mask=on_channel & known, other=float("nan")).to(tl.float32)
+        # An id outside the codebook reads NaN, never another's row. As a vector: the interpreter
+        # makes integers of `vector & scalar`.
+        tokens_before = tl.zeros((PADDED_RANK,), tl.int64) + token
+        known = on_channel & (tokens_before >= 0) & (tokens_before < VOCABULARY)
+        address = predecessor + tokens_before * RANK + channel
+        before = tl.load(address, mask=known, other=float("nan")).to(tl.float32)
         gated = tl.where(on_channel, before * gate.to(tl.float32), 0.0)
 
         ids = tl.load(candidates + at * RANKS + rank, mask=on, other=0)

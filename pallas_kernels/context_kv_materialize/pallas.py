@@ -26,7 +26,8 @@ def _kernel(
     count = live[row]
     # Of the live columns only the last `slots`: any slot is written once.
     written = (column < count) & (column >= count - slots)
-    slot = (frontier[row] + column) % slots
+    # The others point past the ring: see `store`.
+    slot = jnp.where(written, (frontier[row] + column) % slots, slots)
 
     first, last = pl.program_id(0) * _TILE, (pl.program_id(0) + 1) * _TILE
     wanted = (first < count * kv_heads) & (last > (count - slots) * kv_heads)

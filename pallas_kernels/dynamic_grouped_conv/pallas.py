@@ -67,9 +67,10 @@ def _prepare_kernel(x, base, delta, *refs, eps):
 
     # The first channel of a group also stores the group's rounded increment of side 1.
     first = span.on & (span.channel % span.width == 0)
+    group = jnp.where(first, span.group, groups)  # the others past the end: see `store`
     for tap in range(taps):
-        at = (span.row, span.column, tap, span.group)
-        value = load(delta, (span.row, span.column, 1, tap, span.group), first)
+        at = (span.row, span.column, tap, group)
+        value = load(delta, (span.row, span.column, 1, tap, group), first)
         store(finish_delta, at, value.astype(finish_delta.dtype), first)
 
 

@@ -16,7 +16,6 @@ from pallas_kernels.gated_delta_rule.transition import L2_EPS
 from pallas_kernels.triton_call import load, padded_size, store, triton_call
 
 CHUNK = 32  # tokens solved together
-BASE = 8  # the inverse of a chunk starts from diagonal blocks of this width
 STRIP = 32  # value columns of a walking program
 # Channels of a product's operands: the tensor cores want at least 16, and operands of 128 channels,
 # each split into two TF32 numbers, do not fit in the registers.
@@ -76,28 +75,20 @@ class _Head:
         return at, jnp.broadcast_to((column < ref.shape[-1])[None, :], (CHUNK, column.shape[0]))
 
 
-def _inverse(strict, dot):
-    """`(I + A)^-1` of a strictly lower triangular `[CHUNK, CHUNK]` matrix A.
+def _inverse(strict):
+    """`(I + A)^-1` of a strictly lower triangular `[CHUNK, CHUNK]` matrix A, row after row.
 
-    As in the XLA form: blocks of 8 by `(I - D)(I + D^2)(I + D^4)`, then doubling. Blocks cannot
-    be cut out of a register tile, so that all stay in place: with X the inverse of the diagonal
-    blocks and B what lies below them inside blocks of twice the width, the next X is X - X B X.
+    Row i is `e_i - sum_j A[i, j] X[j]` over the rows j < i, which are done. The XLA form's
+    products of blocks would be shorter to run, but unrolled they are most of the kernel's code.
     """
     row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
 
-    def same_block(width):
-        return row // width == column // width
+    def step(i, inverse):
+        line = jnp.sum(jnp.where(row == i, strict, 0.0), axis=0)
+        done = jnp.sum(line[:, None] * inverse, axis=0)
+        return jnp.where(row == i, inverse - done[None, :], inverse)
 
-    eye = jnp.where(row == column, 1.0, 0.0)
-    diagonal = jnp.where(same_block(BASE), strict, 0.0)
-    square = dot(diagonal, diagonal)
-    inverse = dot(dot(eye - diagonal, eye + square), eye + dot(square, square))
-    width = BASE
-    while width < CHUNK:
-        below = jnp.where(same_block(2 * width) & ~same_block(width), strict, 0.0)
-        inverse = inverse - dot(dot(inverse, below), inverse)
-        width *= 2
-    return inverse
+    return jax.lax.fori_loop(1, CHUNK, step, jnp.where(row == column, 1.0, 0.0))
 
 
 def _chunk_kernel(query, key, value, g, beta, live, fresh, carried, scores, *, precision):
@@ -117,7 +108,7 @@ def _chunk_kernel(query, key, value, g, beta, live, fresh, carried, scores, *, p
         gap = elapsed[:, None] - elapsed[None, :]
         decay = jnp.exp(jnp.where(row[:, None] >= row[None, :], gap, -jnp.inf))
         system = strength[:, None] * sum(dot(x, x.T) for x in keys) * decay
-        inverse = _inverse(jnp.where(row[:, None] > row[None, :], system, 0.0), dot)
+        inverse = _inverse(jnp.where(row[:, None] > row[None, :], system, 0.0))
 
         queries = head.normalised(query, index)
         attention = sum(dot(x, y.T) for x, y in zip(queries, keys, strict=True))
