@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental.compilation_cache import compilation_cache as xla_cache
 
 from dflash_jax.decoding.distribution import Sampling
 from dflash_jax.decoding.generate import MAX_ROWS, plan, prompt_tokens
@@ -69,6 +70,7 @@ class Engine:
         if compilation_cache is not None:
             jax.config.update("jax_compilation_cache_dir", os.fspath(compilation_cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            xla_cache.reset_cache()  # JAX stays with the first directory it has used
         self.pair = pair
         self.spec, self.weights = plan(pair, draft_tokens)
         self.max_rows, self.max_context = max_rows, max_context
@@ -157,6 +159,8 @@ class Engine:
                     f"eos_ids: got {token}, expected 0..{self.pair.target.vocab_size - 1}"
                 )
         request.draft_tokens = self.spec.draft_tokens
+        if self.spec.draft is not None:
+            request.block_attention = self.spec.draft.causality.value
         request.text = None if self.pair.tokenizer is None else ""
         self._queue.append(request)
         return request

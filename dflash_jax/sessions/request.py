@@ -55,6 +55,9 @@ class Request:
       on_text: called with each piece of text after its tokens are committed. What it raises ends
         this request alone.
 
+    Said by the engine at submission, as in `Generation`: draft_tokens, the effective K, and
+    block_attention, the causality rule in force.
+
     Grows while the engine steps:
       tokens: published ids; one that ends the request is the last of them.
       text: their text, except what may yet be half a character or the beginning of a stop
@@ -77,6 +80,7 @@ class Request:
     ignore_eos: bool = False
     on_text: Callable[[str], None] | None = None
     draft_tokens: int = dataclasses.field(default=0, init=False)
+    block_attention: str | None = dataclasses.field(default=None, init=False)
     tokens: list[int] = dataclasses.field(default_factory=list, init=False)
     text: str | None = dataclasses.field(default=None, init=False)
     rounds: list[Round] = dataclasses.field(default_factory=list, init=False)

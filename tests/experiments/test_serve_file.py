@@ -2,7 +2,9 @@
 
 import json
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache as xla_cache
 
 from dflash_jax import Engine, load_pair
 from experiments.requests_file import open_results, read_requests
@@ -36,9 +38,25 @@ def results(tmp_path):
     return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def cache_dir(tmp_path):
+    """A place for compiled programs; afterwards JAX's settings are as they were."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield tmp_path / "programs"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    xla_cache.reset_cache()
+
+
 @pytest.mark.slow
-def test_results_come_as_they_are_done_and_a_run_is_taken_up(serve, pair_flags, tmp_path, capsys):
-    assert serve() == 0
+def test_results_come_as_they_are_done_and_a_run_is_taken_up(
+    serve, pair_flags, tmp_path, cache_dir, capsys
+):
+    assert serve(f"--compilation_cache={cache_dir}") == 0
+    kept = [path.name for path in cache_dir.iterdir()]
+    for program in ("admit", "prefill", "choose_anchor", "speculate", "commit"):
+        assert any(name.startswith(f"jit_{program}-") for name in kept), program
     assert "compiled commit" in capsys.readouterr().err
     first = results(tmp_path)
     order = [row["id"] for row in first]

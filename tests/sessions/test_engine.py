@@ -484,6 +484,7 @@ def test_statistics_add_up(engine):
     assert figures.committed == len(request.tokens) - 1
     assert figures.proposed == K * figures.rounds >= figures.verified >= figures.accepted
     assert len(figures.accepted_per_position) == K == request.draft_tokens
+    assert request.block_attention == pair().draft.causality.value
     assert repr(request).endswith(f"{request.finish_reason})")
 
 
