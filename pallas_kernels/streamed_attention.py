@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_attention import MASKED
 from pallas_kernels.triton_call import load, padded_size, store, triton_call
 
-_QUERY_ROWS = 64  # accumulators of 64 x 256 floats still fit the registers of four warps
+_QUERY_ROWS = 64
+_FOUR_WARPS = 64 * 128  # accumulators that four warps hold; with more they spill on an A100
 _MAX_SPANS = 32  # times rows and key heads: enough programs for every GPU, few partial sums
 
 
@@ -62,6 +63,10 @@ class Tiling:
         spans = min(-(-capacity // max(256, 8 * rows)), max(1, _MAX_SPANS // tiles))
         span = -(-capacity // (max(spans, 1) * keys)) * keys
         return cls(rows, tiles, keys, min(padded_size(tokens, 16), keys), span, max(spans, 1))
+
+    def warps(self, dim: int) -> int:
+        """Warps of an attending program."""
+        return 4 if self.query_rows * padded_size(dim, 16) <= _FOUR_WARPS else 8
 
 
 def counts(
@@ -181,9 +186,12 @@ def streamed_attention(
         tiling, tuple(operands), layer, window, causal, scale, tokens, group, dim, page, capacity
     )  # fmt: skip
     call = functools.partial(
-        triton_call, operands=tuple(operands.values()), num_warps=4, num_stages=2,
+        triton_call,
+        operands=tuple(operands.values()),
+        num_warps=tiling.warps(dim),
+        num_stages=2,
         interpret=interpret,
-    )  # fmt: skip
+    )
     grid = (tiling.query_tiles * kv_heads, tiling.spans, rows)
     output = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if tiling.spans == 1:
