@@ -65,7 +65,7 @@ def failures(name: str, compiled: Compiled, gpu: Gpu) -> list[str]:
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(kernel: Kernel, gpu: Gpu) -> Compiled:
     # Cases that differ in the batch alone often share their kernels to the byte.
     return cuda_compile.compile_kernel(kernel, gpu)

@@ -118,9 +118,7 @@ def _kernel(op) -> Kernel:
     # Private to JAX, but there is no other way to the bytecode: as text it is escaped twice.
     from jax._src.lib.mlir import ir
 
-    config = {
-        entry.name: entry.attr for entry in ir.DictAttr(op.attributes["mhlo.backend_config"])
-    }
+    config = {entry.name: entry.attr for entry in ir.DictAttr(op.attributes["mhlo.backend_config"])}
 
     def number(name):
         return ir.IntegerAttr(config[name]).value
