@@ -1,5 +1,6 @@
 """The selector's Triton kernel: interpreted against the reference, and compiled; no GPU."""
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -93,9 +94,8 @@ def test_interpreted_kernel_equals_the_reference(cases, interpreted, name):
     if arrays.pop("bfloat16"):
         for argument in ("projected", "predecessor", "successor"):
             arrays[argument] = jax.numpy.asarray(arrays[argument], jax.numpy.bfloat16)
-    tokens, choices, q = candidate_selector(
-        *(arrays[n] for n in NAMES), implementation="reference"
-    )
+    reference = jax.jit(functools.partial(candidate_selector, implementation="reference"))
+    tokens, choices, q = reference(*(arrays[n] for n in NAMES))
     np.testing.assert_array_equal(interpreted[f"{name}.choices"], choices)
     np.testing.assert_array_equal(interpreted[f"{name}.tokens"], tokens)
     # Float32 sums of up to 256 products in another order.

@@ -67,11 +67,12 @@ class DynamicGroupedConvCases:
         # 80 channels: no power of two.
         rng = np.random.default_rng(7)
         x, base, delta = inputs(rng, 2, 5, 5, 16, 2, dtype)
+        x = 3 * x  # represented in the dtype
         weight = jnp.asarray(rng.uniform(0.5, 1.5, size=80), dtype)
         prepared, finish_delta = jax.jit(functools.partial(self.prepare, eps=1e-3))(
-            3 * x, base, delta, weight
+            x, base, delta, weight
         )
-        wide = 3 * np.float64(x)
+        wide = np.float64(x)
         normed = np.float64(weight) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
         np.testing.assert_array_equal(finish_delta, delta[:, :, 1])
         if dtype == np.float32:
