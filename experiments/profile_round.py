@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def table(figures: dict) -> rich.table.Table:
-    """Median microseconds and share of the whole round."""
+    """Microseconds and share of the whole round."""
     view = rich.table.Table(title=figures["engine"])
     view.add_column("")
     view.add_column("us", justify="right")

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from dflash_jax import load_pair
+from dflash_jax import Sampling, load_pair
 from dflash_jax.training import corpus
 from experiments.configs import tiny
 
@@ -367,14 +367,14 @@ def test_make_prompts_repeats_the_committed_choice(script, tmp_path, capsys):
 
 
 def defined_flags(name: str) -> set[str]:
-    """First arguments of the `flags.DEFINE_*` calls of a script."""
+    """First arguments of the `flags.DEFINE_*` calls of a script, and those of `Sampling`."""
     tree = ast.parse((ROOT / "experiments" / f"{name}.py").read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {
-        call.args[0].value
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("DEFINE_")
-    }
+    calls = [call for call in calls if isinstance(call.func, ast.Attribute)]
+    found = {call.args[0].value for call in calls if call.func.attr.startswith("DEFINE_")}
+    if any(call.func.attr == "define_sampling" for call in calls):
+        found |= Sampling.__dataclass_fields__.keys()
+    return found
 
 
 def test_documented_commands_exist():
