@@ -390,18 +390,13 @@ def _combine_kernel(lengths, live, tops, totals, mixes, output, *, statics):
         other = load(mixes, (row, place, index, at[:, None], dims), query_live[:, None] & in_dim)
         new_top = jnp.maximum(top, other_top)
         mine, theirs = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
-        return (
-            new_top,
-            total * mine + other_total * theirs,
-            mixed * mine[:, None] + other * theirs[:, None],
-        )
+        total = total * mine + other_total * theirs
+        return new_top, total, mixed * mine[:, None] + other * theirs[:, None]
 
-    state = (
-        jnp.full(_COMBINED_ROWS, MASKED, jnp.float32),
-        jnp.zeros(_COMBINED_ROWS, jnp.float32),
-        jnp.zeros((_COMBINED_ROWS, dims.shape[1]), jnp.float32),
-    )
-    _, total, mixed = lax.fori_loop(0, _spans_used(s, low, high), join, state)
+    top = jnp.full(_COMBINED_ROWS, MASKED, jnp.float32)
+    zero = jnp.zeros((_COMBINED_ROWS, dims.shape[1]), jnp.float32)
+    spans = _spans_used(s, low, high)
+    _, total, mixed = lax.fori_loop(0, spans, join, (top, jnp.zeros_like(top), zero))
     mixed = _normalised(mixed, total, query_live).astype(output.dtype)
     heads = head * s.group + member[:, None]
     store(output, (row, column[:, None], heads, dims), mixed, exists[:, None] & in_dim)

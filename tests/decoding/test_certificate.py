@@ -13,7 +13,7 @@ from dflash_jax.decoding import acceptance, distribution, propose
 from dflash_jax.decoding.acceptance import Proposal
 from dflash_jax.decoding.certificate import Enumerator, sampled_sequences
 from dflash_jax.decoding.randomness import Purpose
-from experiments import certify
+from experiments import exactness
 from experiments.configs.toy import make_toy
 
 VOCABULARY, DRAFT_TOKENS, LENGTH = 4, 2, 4
@@ -29,7 +29,7 @@ def toy(dflash2):
 
 @functools.cache
 def target_law(dflash2, sampling):
-    return certify.chain_law(toy(dflash2), sampling, LENGTH)
+    return exactness.chain_law(toy(dflash2), sampling, LENGTH)
 
 
 def difference(dflash2, sampling):
@@ -42,7 +42,7 @@ def difference(dflash2, sampling):
 def test_the_emitted_law_is_the_target_s(dflash2, sampling):
     law = target_law(dflash2, sampling)
     assert np.count_nonzero(law > 1e-3) > 10  # no foregone conclusion
-    assert difference(dflash2, sampling) <= certify.EXACT
+    assert difference(dflash2, sampling) <= exactness.EXACT
 
 
 # --- planted faults ---
@@ -137,13 +137,13 @@ def test_a_leak_from_the_padded_vocabulary_is_seen(monkeypatch):
 
 
 def chi_square(trials=4096):
-    observed = certify.sample_toy(toy(True), FREE, LENGTH, trials)
-    return certify.p_value(observed.reshape(-1), target_law(True, FREE).reshape(-1))
+    observed = exactness.sample_toy(toy(True), FREE, LENGTH, trials)
+    return exactness.p_value(observed.reshape(-1), target_law(True, FREE).reshape(-1))
 
 
 @pytest.mark.slow
 def test_samples_follow_the_law_unless_proposal_and_acceptance_share_keys(monkeypatch):
-    assert chi_square() > certify.SIGNIFICANCE
+    assert chi_square() > exactness.SIGNIFICANCE
     # A fault of the random numbers: no enumeration of decisions can show it.
     monkeypatch.setattr(propose, "Purpose", SimpleNamespace(PROPOSAL=Purpose.ACCEPT))
     jax.clear_caches()
@@ -158,19 +158,19 @@ def test_samples_follow_the_law_unless_proposal_and_acceptance_share_keys(monkey
 
 def test_p_value_by_hand():
     fair = np.full(4, 0.25)
-    assert certify.p_value(np.array([25, 25, 25, 25]), fair) == 1.0
+    assert exactness.p_value(np.array([25, 25, 25, 25]), fair) == 1.0
     # (30-25)^2 / 25 * 4 = 4 with three degrees of freedom.
-    got = certify.p_value(np.array([30, 20, 30, 20]), fair)
+    got = exactness.p_value(np.array([30, 20, 30, 20]), fair)
     np.testing.assert_allclose(got, 0.261464, rtol=1e-5)
-    assert certify.p_value(np.array([1, 50]), np.array([0.0, 1.0])) == 0
+    assert exactness.p_value(np.array([1, 50]), np.array([0.0, 1.0])) == 0
     # Cells under five expected are pooled: here the last three, 3 expected and 9 seen.
-    pooled = certify.p_value(np.array([91, 3, 3, 3]), np.array([0.97, 0.01, 0.01, 0.01]))
+    pooled = exactness.p_value(np.array([91, 3, 3, 3]), np.array([0.97, 0.01, 0.01, 0.01]))
     np.testing.assert_allclose(pooled, 4.36023e-4, rtol=1e-5)
 
 
 def test_bonferroni():
     checks = [{"p": 0.02}, {"p": 0.004}, {"passed": True}]
-    assert not certify.correct_and_judge(checks)
+    assert not exactness.correct_and_judge(checks)
     assert [check["passed"] for check in checks] == [True, False, True]
     assert [check.get("corrected_p") for check in checks] == [0.04, 0.008, None]
 

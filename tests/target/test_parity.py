@@ -28,13 +28,17 @@ JUNK = 3  # token of dead columns
 
 
 def check_hidden(got, wanted, where=""):
-    # Now and then a token is badly conditioned: one of the 150 of the tied target differs by
-    # 3e-4 between the chunked and the step-by-step rule of this very code.
+    # Two correct float32 implementations agree to 1e-4 where entries are below 8; the residual
+    # stream of the last blocks grows to 12 and its roundings with it (1.2e-4 measured on a CPU
+    # with AVX-512). Now and then a token is badly conditioned: one of the 150 of
+    # the tied target differs by 3e-4 between the chunked and the step-by-step rule of this very
+    # code, and which one it is depends on the CPU too: one token may be off by 4e-4.
     error = np.abs(np.asarray(got) - wanted)
     at = np.unravel_index(error.argmax(), error.shape)
     worst = f"{where}: largest error {error.max():.1e} at {at}"
-    assert np.quantile(error, 0.999) <= 1e-4, worst
-    assert error.max() <= 4e-4, worst
+    of_token = np.sort(error.reshape(len(error), -1).max(axis=1))
+    assert of_token[:-1].max(initial=0.0) <= 1e-4 * max(1.0, np.abs(wanted).max() / 8), worst
+    assert of_token[-1] <= 4e-4, worst
 
 
 def check_logits(config, got, wanted, where=""):
