@@ -237,11 +237,8 @@ def _spans_used(statics, low, high):
 def _query_rows(statics, tile, start, count):
     """(column, head within the group) of rows start.. of a query tile, and which exist."""
     row = tile * statics.tiling.query_rows + start + jnp.arange(count)
-    return (
-        lax.div(row, statics.group),
-        lax.rem(row, statics.group),
-        row < (statics.tokens * statics.group),
-    )
+    exists = row < statics.tokens * statics.group
+    return lax.div(row, statics.group), lax.rem(row, statics.group), exists
 
 
 def _update(state, q, key, value, allowed, scale):

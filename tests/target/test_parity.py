@@ -21,7 +21,9 @@ from dflash_jax.state.paged import append
 from dflash_jax.state.sequence import TargetCache, init_cache
 from dflash_jax.target.model import TargetModel
 
-STATE = dict(rtol=0, atol=2e-5)
+# Entries near zero to 2e-5; large ones carry the roundings of hidden states too (see below), which
+# on a CPU with AVX-512 put one of 0.62 off by 2.4e-5.
+STATE = dict(rtol=3e-5, atol=2e-5)
 TARGETS, PROMPTS = ("dense_text", "dense_text_tied"), ("short", "long")
 PAGE, CHUNK = 16, 64
 JUNK = 3  # token of dead columns
