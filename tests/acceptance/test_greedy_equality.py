@@ -6,9 +6,8 @@ than the drafts' windows, so the rings wrap. Where two correct computations of a
 their last bits an exact tie may fall either way: a differing token passes only if the two logits
 differ by less than 1e-5, and is printed.
 
-To save time, the trained drafts are run over all 64 prompts at K = 7, B = 8; the other drafts and
-widths at B = 8, and one width per draft at B = 1 and 3, over every fourth prompt. `--all-prompts`
-runs everything everywhere.
+To save time, the trained drafts are run over all 64 prompts at K = 7, B = 8, and a selection of the
+other cases (`SHORT`) over every fourth prompt. `--all-prompts` runs everything everywhere.
 """
 
 import dataclasses
@@ -30,8 +29,14 @@ PROMPTS, NEW = 64, 128
 TIE = 1e-5
 WIDTHS, BATCHES = (1, 3, 7, 15), (1, 3, 8)
 DRAFTS = ("dflash", "dflash2", "random", "adversarial")
-# Widths of each draft at B = 1 and B = 3 in the short selection: every width occurs at both.
-SHORT = {"dflash": (1, 15), "dflash2": (7, 3), "random": (15, 7), "adversarial": (3, 1)}
+# The short selection: every width of the trained drafts at B = 8, and of the others each width at
+# some batch size.
+SHORT = {
+    *((kind, width, 8) for kind in ("dflash", "dflash2") for width in WIDTHS),
+    *(("random", 3, 8), ("random", 15, 8), ("adversarial", 1, 8), ("adversarial", 7, 8)),
+    *(("dflash", 15, 1), ("dflash2", 7, 1), ("random", 7, 1)),
+    *(("dflash2", 3, 3), ("random", 1, 3), ("adversarial", 3, 3), ("adversarial", 15, 3)),
+}
 
 pytestmark = pytest.mark.slow
 
@@ -130,12 +135,9 @@ def test_plain_does_not_depend_on_the_batch(rows, pytestconfig):
 def pytest_generate_tests(metafunc):
     if "draft_tokens" not in metafunc.fixturenames:
         return
+    everything = metafunc.config.getoption("--all-prompts")
     cases = [
-        (kind, width, rows)
-        for kind, width, rows in itertools.product(DRAFTS, WIDTHS, BATCHES)
-        if metafunc.config.getoption("--all-prompts")
-        or rows == 8
-        or width == SHORT[kind][BATCHES.index(rows)]
+        case for case in itertools.product(DRAFTS, WIDTHS, BATCHES) if everything or case in SHORT
     ]
     metafunc.parametrize(("kind", "draft_tokens", "rows"), cases)
 
