@@ -7,7 +7,6 @@ A smaller head makes the proposal cheaper and misses rare tokens; what is emitte
 target's choice. The corpus is the training side of the embedded pair's, or a text file.
 """
 
-import pathlib
 
 import numpy as np
 from absl import flags
@@ -31,11 +30,7 @@ def main() -> None:
     if pair.tokenizer is None:
         raise ValueError(f"{_TARGET.value}: no tokenizer.json, which counting needs")
     if _TEXT.value:
-        try:
-            text = pathlib.Path(_TEXT.value).read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{_TEXT.value}: not UTF-8 text ({error})") from error
-        tokens = np.asarray(pair.tokenizer.encode(text), np.int64)
+        tokens = np.asarray(pair.tokenizer.encode(cli.read_text(_TEXT.value)), np.int64)
     else:
         tokens = corpus.token_stream(pair.tokenizer, held_out=False)
     ids = proposal_head.frequent_tokens(tokens, _ROWS.value, pair.public_vocab)

@@ -67,13 +67,14 @@ def main() -> None:
     checks = certify_toys(sizes, controls, 16_384 if short else 131_072, _SEED.value)
     plain_pair = load_pair(_TARGET.value, None)
     prompts = held_out_prompts(plain_pair.tokenizer, 8, 96)
-    for name in _DRAFTS.value[-1:] if short else _DRAFTS.value:
-        pair = load_pair(_TARGET.value, name)
+    drafts = _DRAFTS.value[-1:] if short else _DRAFTS.value
+    pairs = {name: load_pair(_TARGET.value, name) for name in drafts}
+    for name, pair in pairs.items():
         checks += certify_samples(pair, name, prompts[0][:48], 512 if short else 2048)
     if not short:
         plain = generate(plain_pair, prompts, draft_tokens=0, max_new_tokens=96, ignore_eos=True)
-        for name in _DRAFTS.value:
-            checks.append(certify_greedy(load_pair(_TARGET.value, name), name, plain, prompts))
+        for name, pair in pairs.items():
+            checks.append(certify_greedy(pair, name, plain, prompts))
     passed = correct_and_judge(checks)
     console = rich.console.Console()
     show(console, checks)

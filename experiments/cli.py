@@ -1,5 +1,6 @@
 """What every script shares: one line for a mistake, and an exit code that says so."""
 
+import pathlib
 import sys
 from collections.abc import Callable
 
@@ -25,3 +26,11 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(2)
 
     app.run(guarded)
+
+
+def read_text(path: str | pathlib.Path) -> str:
+    """A UTF-8 file; one in another encoding is a ValueError that names it."""
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error

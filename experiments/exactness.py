@@ -8,8 +8,7 @@ import scipy.stats
 
 from dflash_jax import Pair, Sampling, generate
 from dflash_jax.decoding.certificate import Enumerator, Subject, sampled_sequences
-from dflash_jax.decoding.generate import make_weights
-from dflash_jax.decoding.spec import Spec
+from dflash_jax.decoding.generate import plan
 from dflash_jax.target.model import TargetModel
 from dflash_jax.training.target import hidden_states
 from experiments.configs.toy import make_toy
@@ -127,8 +126,7 @@ def sample_toy(subject: Subject, sampling: Sampling, length: int, trials: int) -
 
 def certify_samples(pair: Pair, name: str, prompt: list[int], trials: int) -> list[dict]:
     """Chi-square of the token after the first, and of three tokens under filters."""
-    spec = Spec(pair.target, pair.draft, 7, pair.public_vocab, pair.dtype)
-    subject = Subject(spec, make_weights(pair), tuple(prompt))
+    subject = Subject(*plan(pair, 7), tuple(prompt))
     logits, checks = logits_after(subject, 1, len(prompt) + 3), []
     public = pair.public_vocab
 

@@ -5,7 +5,6 @@
 """
 
 import json
-import pathlib
 
 import rich.console
 from absl import flags
@@ -51,11 +50,8 @@ def read_prompts() -> list[str]:
         raise ValueError("give either --prompt or --prompt_file")
     if _PROMPT.value is not None:
         return [_PROMPT.value]
-    try:
-        text = pathlib.Path(_PROMPT_FILE.value).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{_PROMPT_FILE.value}: not UTF-8 text ({error})") from error
-    prompts = [line for line in text.splitlines() if line.strip()]
+    lines = cli.read_text(_PROMPT_FILE.value).splitlines()
+    prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{_PROMPT_FILE.value}: no prompt in it")
     return prompts

@@ -9,9 +9,10 @@ import numpy as np
 
 from dflash_jax import Generation, Pair, Sampling, load_pair
 from dflash_jax.decoding import round as phases
+from dflash_jax.decoding.acceptance import point_mass
 from dflash_jax.decoding.generate import prepare, read_results
 from dflash_jax.decoding.result import accepted_per_position
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.spec import Spec, Weights
 
 
 def run_all(
@@ -128,7 +129,7 @@ def _verify_loop(spec: Spec, repeats: int, weights: Weights, state, controls):
 
     def body(index, state):
         # The proposals depend on the loop, so that nothing can be hoisted out of it.
-        proposal = phases.point_mass(tokens + index % 2, full)
+        proposal = point_mass(tokens + index % 2, full)
         verified = phases.verify(spec, weights, state, proposal)
         accepted = phases.accept(spec, state, verified, proposal, controls)
         state = phases.commit(state, verified, accepted, accepted.licensed)

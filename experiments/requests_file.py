@@ -5,7 +5,7 @@ import json
 import pathlib
 
 from dflash_jax import Request, Sampling
-from experiments import show
+from experiments import cli, show
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 _OPTIONS = ("seed", "max_new_tokens", "min_new_tokens", "stop", "eos_ids", "ignore_eos")
@@ -22,7 +22,7 @@ def read_requests(path: str) -> dict[str, tuple[int, dict]]:
       ValueError: a line that is none of that; the message names it.
     """
     found: dict[str, tuple[int, dict]] = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(cli.read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -33,13 +33,6 @@ def read_requests(path: str) -> dict[str, tuple[int, dict]]:
             raise ValueError(f"{path}, line {number}: {error}") from error
         found[key] = number, arguments
     return found
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
 
 
 def _parse(line: str) -> tuple[str, dict]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_jax import Engine, Pair, Sampling
 from dflash_jax.decoding import round as phases
+from dflash_jax.decoding.generate import plan
 from dflash_jax.decoding.loop import PREFILL_CHUNK
 
 
@@ -30,7 +31,7 @@ def measure(
       `Engine.step`. Every row decodes in every measured round.
     """
     warm = 5
-    width = (draft_tokens if draft_tokens is not None else _trained(pair)) + 1
+    width = plan(pair, draft_tokens)[0].width
     # Rows that are filled first decode while the others' prompts go in, a chunk a step.
     filling = sum(-(-len(prompt) // PREFILL_CHUNK) for prompt in prompts)
     budget = (filling + warm + rounds) * width + 1
@@ -72,10 +73,6 @@ def measure(
 
 def _microseconds(times) -> float:
     return 1e6 * float(np.quantile(times, 0.1))
-
-
-def _trained(pair: Pair) -> int:
-    return pair.draft.block_size - 1 if pair.draft else 0
 
 
 class _Clock:

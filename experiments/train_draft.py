@@ -59,11 +59,11 @@ def main() -> None:
     if pair.tokenizer is None:
         raise ValueError(f"{_TARGET.value}: no tokenizer.json, which the prompts need")
     check_pair(pair.target, config, pair.tokenizer.vocab_size)
-    recipe_flags = (_KIND, _TARGET, _DATA, _PROMPT, _STEPS, _ROWS, _ANCHORS, _PEAK, _GAMMA, _SOFT)
-    loop.keep_recipe(
-        pathlib.Path(_WORKDIR.value),
-        {flag.name: flag.value for flag in (*recipe_flags, _OUTSIDE, _SEED, _INIT)},
+    recipe = (
+        *(_KIND, _TARGET, _DATA, _PROMPT, _STEPS, _ROWS, _ANCHORS),
+        *(_PEAK, _GAMMA, _SOFT, _OUTSIDE, _SEED, _INIT),
     )
+    loop.keep_recipe(pathlib.Path(_WORKDIR.value), {flag.name: flag.value for flag in recipe})
     stream = corpus.token_stream(pair.tokenizer, held_out=False)
 
     def continuations():

@@ -18,11 +18,11 @@ from dflash_jax.decoding import acceptance, distribution, propose
 from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.acceptance import Accepted, Proposal
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
-from dflash_jax.decoding.loop import decode, prefill_prompts
+from dflash_jax.decoding.loop import PREFILL_CHUNK, decode, prefill_prompts
 from dflash_jax.decoding.propose import Lattice
 from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.state.counts import count_output
-from dflash_jax.state.sequence import SequenceState, init_sequences
+from dflash_jax.state.sequence import PAGE_SIZE, SequenceState, init_sequences
 from dflash_jax.typing import Array, Float, Int
 
 _BISECTIONS = 24  # float32 uniforms are multiples of 2**-23
@@ -48,7 +48,8 @@ def _start(subject: Subject, sampling: Sampling, rows: int) -> tuple[SequenceSta
     spec = subject.spec
     controls = make_controls([sampling] * rows)
     seeds = jnp.zeros(rows, jnp.uint32)
-    state = init_sequences(spec.target, spec.draft, seeds, 64, spec.width, spec.dtype)
+    # One page: a prompt and its sequences are a few tokens.
+    state = init_sequences(spec.target, spec.draft, seeds, PAGE_SIZE, spec.width, spec.dtype)
     tokens = jnp.tile(jnp.asarray(subject.prompt, jnp.int32), (rows, 1))
     state = _prefill(spec, subject.weights, state, tokens, jnp.full(rows, len(subject.prompt)))
     return state, controls
@@ -234,22 +235,17 @@ def _measure(holds: Callable[[Array], Array], rows: int) -> Float[Array, "B"]:
 
 
 def sampled_sequences(
-    subject: Subject,
-    sampling: Sampling,
-    length: int,
-    seeds: Sequence[int],
-    stop_ids: tuple[int, ...] = (),
+    subject: Subject, sampling: Sampling, length: int, seeds: Sequence[int]
 ) -> np.ndarray:
     """`[N, length]` tokens of whole generations, one per seed, by the compiled loop itself."""
     spec, rows = subject.spec, len(seeds)
-    controls = make_controls([sampling] * rows, [stop_ids] * rows)
-    chunks = -(-len(subject.prompt) // 64)
-    prompts = np.zeros((rows, chunks * 64), np.int32)
+    controls = make_controls([sampling] * rows)
+    padded = -(-len(subject.prompt) // PREFILL_CHUNK) * PREFILL_CHUNK
+    prompts = np.zeros((rows, padded), np.int32)
     prompts[:, : len(subject.prompt)] = subject.prompt
-    state = init_sequences(
-        spec.target, spec.draft, jnp.asarray(seeds, jnp.uint32), chunks * 64 + 64, spec.width,
-        spec.dtype,
-    )  # fmt: skip
+    seeds = jnp.asarray(seeds, jnp.uint32)
+    capacity = padded + length
+    state = init_sequences(spec.target, spec.draft, seeds, capacity, spec.width, spec.dtype)
     lengths = jnp.full(rows, len(subject.prompt), jnp.int32)
     state = prefill_prompts(spec, subject.weights, state, jnp.asarray(prompts), lengths, controls)
     budget = jnp.full(rows, length, jnp.int32)

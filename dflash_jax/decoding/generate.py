@@ -252,11 +252,7 @@ def _read_row(pair: Pair, spec: Spec, progress: Progress, row: int) -> Generatio
         )
         if verified < 0:
             break  # rows sit out only after their end
-        # DFlash2 computes its whole block even when only a prefix can be verified.
-        whole = spec.draft is not None and spec.draft.dflash2
-        rounds.append(
-            Round(spec.draft_tokens if whole else verified, verified, accepted, committed)
-        )
+        rounds.append(Round(spec.proposed(verified), verified, accepted, committed))
     stopped = int(progress.status[row]) == STOP
     shown = tokens[:-1] if stopped else tokens
     return Generation(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.distribution import Controls
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.state.sequence import SequenceState
 from dflash_jax.typing import Array, Int
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding import acceptance, randomness
-from dflash_jax.decoding.acceptance import Accepted, Proposal, point_mass
+from dflash_jax.decoding.acceptance import Accepted, Proposal
 from dflash_jax.decoding.distribution import (
     Controls,
     best_token,
@@ -21,7 +21,7 @@ from dflash_jax.decoding.distribution import (
 )
 from dflash_jax.decoding.propose import propose
 from dflash_jax.decoding.randomness import Purpose
-from dflash_jax.decoding.spec import MAX_DRAFT_TOKENS, Spec, Weights, apply_target
+from dflash_jax.decoding.spec import Spec, Weights, apply_target
 from dflash_jax.draft.context import materialize
 from dflash_jax.precision import compute_dtype
 from dflash_jax.state.counts import count_output, count_prompt
@@ -31,14 +31,11 @@ from dflash_jax.state.sequence import SequenceState, TargetCache
 from dflash_jax.typing import Array, Float, Int
 
 __all__ = [
-    "MAX_DRAFT_TOKENS",
-    "Spec",
     "Verified",
-    "Weights",
     "accept",
+    "anchor_logits",
     "catch_up",
     "commit",
-    "point_mass",
     "prefill",
     "propose",
     "select_anchor",
@@ -105,17 +102,9 @@ def anchor_logits(
 
 
 def select_anchor(
-    spec: Spec,
-    weights: Weights,
-    state: SequenceState,
-    controls: Controls,
-    active: Array | None = None,
+    spec: Spec, weights: Weights, state: SequenceState, controls: Controls
 ) -> SequenceState:
-    """Chooses x_F from the target's law after the prompt; it counts as published.
-
-    Args:
-      active: rows that take part (all by default); the others keep their anchor.
-    """
+    """Chooses x_F from the target's law after the prompt; it counts as published."""
     processed = anchor_logits(spec, weights, state, controls)
 
     def sampled():
@@ -126,11 +115,8 @@ def select_anchor(
     anchor = jax.lax.cond(
         jnp.any(controls.temperature > 0), sampled, lambda: best_token(processed[:, 0])
     )
-    live = jnp.ones_like(anchor) if active is None else active.astype(jnp.int32)
-    return state._replace(
-        anchor=jnp.where(live > 0, anchor, state.anchor),
-        counts=count_output(state.counts, anchor[:, None], live),
-    )
+    counts = count_output(state.counts, anchor[:, None], jnp.ones_like(anchor))
+    return state._replace(anchor=anchor, counts=counts)
 
 
 def catch_up(spec: Spec, weights: Weights, state: SequenceState) -> SequenceState:

@@ -41,6 +41,12 @@ class Spec:
     def width(self) -> int:
         return self.draft_tokens + 1
 
+    def proposed(self, verified: int) -> int:
+        """Columns the draft computes in a round whose target checks `verified` of them."""
+        # DFlash2 computes its whole block even when only a prefix can be verified.
+        whole = self.draft is not None and self.draft.dflash2
+        return self.draft_tokens if whole else verified
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.draft.target_layer_ids if self.draft else ()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.decoding.distribution import Sampling, make_controls
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.sessions.programs import Programs, Report, Speculated
 from dflash_jax.sessions.request import Request
 from dflash_jax.state.sequence import init_sequences

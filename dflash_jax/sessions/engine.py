@@ -91,7 +91,6 @@ class Engine:
         # By row: who ended by its budget and has left its state there, until another moves in.
         self._resting: list[Seat | None] = [None] * max_rows
         self._ended: list[Request] = []
-        self._whole_blocks = self.spec.draft is not None and self.spec.draft.dflash2
         self._stepping = False
         self._in_round = False
 
@@ -317,8 +316,7 @@ class Engine:
         self._in_round = False
         for seat, preview in previews.items():
             verified = int(planned[seat.row])
-            # DFlash2 computes its whole block even when only a prefix can be verified.
-            proposed = self.spec.draft_tokens if self._whole_blocks else verified
+            proposed = self.spec.proposed(verified)
             counts = Round(proposed, verified, accepted[seat.row], preview.count)
             self._publish(seat, licensed[seat], preview, counts)
         # Callbacks last: whatever they do, every row of the round is published.

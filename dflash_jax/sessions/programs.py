@@ -20,7 +20,8 @@ import numpy as np
 from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.acceptance import Accepted
 from dflash_jax.decoding.distribution import Controls
-from dflash_jax.decoding.round import Spec, Verified, Weights
+from dflash_jax.decoding.round import Verified
+from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.sessions import rows
 from dflash_jax.state.sequence import SequenceState
 from dflash_jax.typing import Array, Int, UInt32

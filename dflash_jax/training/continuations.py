@@ -10,7 +10,7 @@ from rich import progress
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.distribution import Sampling, make_controls
 from dflash_jax.decoding.loop import PREFILL_CHUNK, decode, prefill_prompts
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.state.sequence import init_sequences
 from dflash_jax.training.corpus import windows
 from dflash_jax.typing import Params

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DraftConfig
 from dflash_jax.config import target as kinds
 from dflash_jax.config.draft import FULL, SLIDING
 from dflash_jax.decoding.certificate import Subject
@@ -45,18 +44,14 @@ def make_toy(public_vocab: int, dflash2: bool, draft_tokens: int, seed: int = 0)
         tie_word_embeddings=False,
         eos_token_ids=(),
     )
-    extra = {}
-    if dflash2:
-        extra = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=3)
-    draft = DraftConfig(
-        dflash2=dflash2,
+    draft = dataclasses.replace(
+        tiny.DFLASH2 if dflash2 else tiny.DFLASH,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        rms_norm_eps=1e-6,
         rope_theta=1e4,
         layer_types=(SLIDING, SLIDING) if dflash2 else (SLIDING, FULL),
         sliding_window=8,
@@ -65,8 +60,9 @@ def make_toy(public_vocab: int, dflash2: bool, draft_tokens: int, seed: int = 0)
         block_size=draft_tokens + 1,
         vocab_size=vocabulary,
         num_target_layers=2,
-        **extra,
     )
+    if dflash2:
+        draft = dataclasses.replace(draft, conv_group_size=8, selector_rank=4, selector_top_k=3)
     params = _random(target_training.init_params, target, seed)
     head = params["lm_head"]["weight"]
     # Peaked laws, so that proposals are accepted and rejected in earnest.

@@ -17,7 +17,7 @@ from dflash_jax.config.draft import FULL, SLIDING
 from dflash_jax.config.target import LINEAR
 from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
-from dflash_jax.decoding.round import Spec, Weights
+from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.io.pair import Pair
 from dflash_jax.precision import compute_dtype
 from dflash_jax.state.sequence import init_sequences

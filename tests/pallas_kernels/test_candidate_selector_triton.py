@@ -15,6 +15,7 @@ from pallas_kernels import cuda_compile
 from pallas_kernels.candidate_selector import candidate_selector
 from pallas_kernels.candidate_selector.triton import NUM_WARPS, sizes
 from pallas_kernels.shapes import GEOMETRIES
+from tests.pallas_kernels.tools import needs_triton
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = (
@@ -22,9 +23,6 @@ NAMES = (
     "uniforms",
 )  # fmt: skip
 
-needs_triton = pytest.mark.skipif(
-    cuda_compile.missing_tools() is not None, reason=str(cuda_compile.missing_tools())
-)
 
 
 def case(seed, rows, columns, ranks, rank, temperature):

@@ -11,12 +11,10 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import cuda_compile, registry
 from pallas_kernels.cuda_compile import A100, H200
 from pallas_kernels.shapes import GEOMETRIES
+from tests.pallas_kernels.tools import needs_triton
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-needs_triton = pytest.mark.skipif(
-    cuda_compile.missing_tools() is not None, reason=str(cuda_compile.missing_tools())
 )
 # The batch is only a grid size: the smallest one stands for all.
 CASES = {

@@ -12,10 +12,7 @@ import re
 import pytest
 
 from pallas_kernels import cuda_compile, registry
-
-needs_triton = pytest.mark.skipif(
-    cuda_compile.missing_tools() is not None, reason=str(cuda_compile.missing_tools())
-)
+from tests.pallas_kernels.tools import needs_triton
 
 
 class Ptx:

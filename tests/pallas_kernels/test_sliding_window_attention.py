@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sliding_window_attention import sliding_window_attention
+from tests.pallas_kernels.tools import attention_gradients
 
 # float32 sums of at most some hundred unit terms with weights that sum to 1: a few dozen ulps of
 # numbers near 1.
@@ -244,16 +245,11 @@ class TestPallas(SlidingWindowAttentionCases, SweepCases):
     def test_gradient_is_that_of_the_xla_form(self):
         args = inputs(np.random.default_rng(6), [0, 9], [3, 2], 4, 2, 8, 6, 4)
 
-        def loss(function, tensors):
-            return jnp.sum(jnp.sin(function(*tensors, *args[5:], layer=LAYER)))
-
-        def gradients(function):
-            tensors = (jnp.nan_to_num(args[0]), *args[1:5])  # dead queries aside
-            return jax.jit(jax.grad(functools.partial(loss, function)))(tensors)
-
-        expected = gradients(TestXla.function)
+        tensors = (jnp.nan_to_num(args[0]), *args[1:5])  # dead queries aside
+        expected = attention_gradients(TestXla.function, tensors, args[5:], LAYER)
+        got = attention_gradients(self.function, tensors, args[5:], LAYER)
         # Through the cosine of outputs that differ by a few ulps.
-        for one, other in zip(gradients(self.function), expected, strict=True):
+        for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, **FLOAT32)
 
 
@@ -265,13 +261,9 @@ class TestXla(SlidingWindowAttentionCases, SweepCases):
         args = inputs(rng, [0, 9], [3, 2], 4, 2, 8, 6, 4)
         clean = [jnp.nan_to_num(x) for x in args]
 
-        def loss(function, tensors):
-            output = function(*tensors, *args[5:], layer=LAYER)
-            return jnp.sum(jnp.sin(output))
-
-        expected = jax.jit(jax.grad(functools.partial(loss, reference)))(clean[:5])
+        expected = attention_gradients(reference, clean[:5], args[5:], LAYER)
         dead_queries_aside = [clean[0], *args[1:5]]
-        got = jax.jit(jax.grad(functools.partial(loss, self.function)))(dead_queries_aside)
+        got = attention_gradients(self.function, dead_queries_aside, args[5:], LAYER)
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, **FLOAT32)
 
