@@ -119,21 +119,29 @@ def select_anchor(
     return state._replace(anchor=anchor, counts=counts)
 
 
-def catch_up(spec: Spec, weights: Weights, state: SequenceState) -> SequenceState:
-    """Moves pending features into the draft context: F_ctx = F afterwards."""
+def catch_up(
+    spec: Spec, weights: Weights, state: SequenceState, active: Array | None = None
+) -> SequenceState:
+    """Moves pending features into the draft context: F_ctx = F afterwards.
+
+    Args:
+      active: rows that take part (all by default); the others stay as they are.
+    """
+    start, frontier = state.context_frontier, state.frontier
+    if active is not None:
+        frontier = jnp.where(active, frontier, start)
     if spec.draft is None:
-        return state._replace(context_frontier=state.frontier)
-    start = state.context_frontier
+        return state._replace(context_frontier=frontier)
     draft = materialize(
         spec.draft,
         weights.draft,
         state.draft,
         state.pending,
         start,
-        state.frontier - start,
+        frontier - start,
         compute_dtype(spec.dtype),
     )
-    return state._replace(draft=draft, context_frontier=state.frontier)
+    return state._replace(draft=draft, context_frontier=frontier)
 
 
 def verify(

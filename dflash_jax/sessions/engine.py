@@ -1,30 +1,28 @@
 """The batch engine: requests join and leave between rounds, text streams out.
 
-One step is at most one chunk of one prompt and one round of all decoding rows, so a long prompt
-delays the others by a chunk at a time. A round leaves the device once: licensed tokens and
-accepted counts go to the host, whose front ends choose N of each row; N goes back, all rows commit
-together, and only then is anything published.
+Its requests can be forked, checkpointed, restored, and started from what earlier ones left behind.
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 from absl import logging
 from jax.experimental.compilation_cache import compilation_cache as xla_cache
 
 from dflash_jax.decoding.distribution import Sampling
 from dflash_jax.decoding.generate import MAX_ROWS, plan, prompt_tokens
 from dflash_jax.decoding.loop import PREFILL_CHUNK
-from dflash_jax.decoding.result import Round
+from dflash_jax.io.fingerprint import fingerprint
 from dflash_jax.io.pair import Pair
 from dflash_jax.sessions.batch import Batch
-from dflash_jax.sessions.frontend import Preview
+from dflash_jax.sessions.checkpoint import Checkpoint
+from dflash_jax.sessions.contexts import COPIED, ContextBudget, Contexts
+from dflash_jax.sessions.memory import device_limit, memory_plan
 from dflash_jax.sessions.programs import Report
 from dflash_jax.sessions.request import Request
-from dflash_jax.sessions.seat import Seat
+from dflash_jax.sessions.schedule import Schedule
+from dflash_jax.state.sequence import PAGE_SIZE
 
 
 class Engine:
@@ -39,12 +37,20 @@ class Engine:
       max_context: tokens of prompt and output that a row holds.
       prefill_chunk: prompt tokens per step.
       max_stop_ids: EOS ids that a request may have.
+      page_size: positions of a page. pool_tokens: positions of all pages, which requests and
+        checkpoints share; None is `max_rows * max_context`.
+      checkpoint_turns: keeps a checkpoint of every request before its suffix and at its end.
+      contexts: how much kept checkpoints may take; None is the default budget where
+        `checkpoint_turns` asks for one, and else none are kept.
+      memory_bytes: what the engine may take on the device (`memory.memory_plan`); None is what
+        the device says it has, if it says so.
       compilation_cache: directory of JAX's persistent compilation cache, which is a setting of
         the whole process; later engines of the same shapes then start in a moment.
       report: `report(program, seconds, done, total)` after each compilation; the log by default.
 
     Raises:
       ValueError: an argument out of range; the message names it.
+      OutOfMemoryError: it does not fit; the message says what takes how much.
     """
 
     def __init__(
@@ -56,6 +62,11 @@ class Engine:
         max_context: int = 4096,
         prefill_chunk: int = PREFILL_CHUNK,
         max_stop_ids: int = 8,
+        page_size: int = PAGE_SIZE,
+        pool_tokens: int | None = None,
+        checkpoint_turns: bool = False,
+        contexts: ContextBudget | None = None,
+        memory_bytes: int | None = None,
         compilation_cache: str | os.PathLike[str] | None = None,
         report: Report | None = None,
     ):
@@ -64,6 +75,7 @@ class Engine:
             ("max_context", max_context, 2, pair.target.max_position_embeddings),
             ("prefill_chunk", prefill_chunk, 1, max_context),
             ("max_stop_ids", max_stop_ids, len(pair.eos_token_ids), pair.target.vocab_size),
+            ("page_size", page_size, 1, 2**16),
         ):
             if not low <= value <= high:
                 raise ValueError(f"{name}: got {value}, expected {low}..{high}")
@@ -74,6 +86,23 @@ class Engine:
         self.pair = pair
         self.spec, self.weights = plan(pair, draft_tokens)
         self.max_rows, self.max_context = max_rows, max_context
+        per_row = -(-max_context // page_size)
+        pages = max_rows * per_row if pool_tokens is None else pool_tokens // page_size
+        if pages < per_row:
+            raise ValueError(
+                f"pool_tokens: got {pool_tokens}, expected {per_row * page_size} at least "
+                f"(max_context {max_context} in pages of {page_size})"
+            )
+        self.memory = memory_plan(
+            self.spec,
+            self.weights,
+            rows=max_rows,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            page_size=page_size,
+            pages=pages,
+        )
+        self.memory.check(device_limit() if memory_bytes is None else memory_bytes)
         self._stop_columns = max_stop_ids
         logging.info("engine: %s", self.describe())
         self.batch = Batch(
@@ -83,16 +112,21 @@ class Engine:
             max_context,
             prefill_chunk,
             max_stop_ids,
+            page_size,
+            pages,
             report or _log,
         )
-        self._queue: deque[Request] = deque()
-        self._seats: list[Seat | None] = [None] * max_rows
-        self._prompts: deque[Seat] = deque()
-        # By row: who ended by its budget and has left its state there, until another moves in.
-        self._resting: list[Seat | None] = [None] * max_rows
-        self._ended: list[Request] = []
-        self._stepping = False
-        self._in_round = False
+        if checkpoint_turns and contexts is None:
+            contexts = ContextBudget()
+        self.contexts = Contexts(
+            self.batch,
+            lambda: fingerprint(pair, self.spec.draft is not None),
+            contexts,
+            lambda: self.schedule.origins(),
+        )
+        self.schedule = Schedule(
+            self.batch, self.contexts, pair.tokenizer, max_context, checkpoint_turns
+        )
 
     def describe(self) -> str:
         """One line: what drafts, effective widths, which causality rule."""
@@ -104,12 +138,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is waiting or running."""
-        return not self._queue and not any(self._seats)
+        return self.schedule.idle
 
     @property
     def waiting(self) -> int:
         """Requests without a row, or whose prompt is not processed yet."""
-        return len(self._queue) + len(self._prompts)
+        return self.schedule.waiting
 
     def submit(
         self,
@@ -122,6 +156,8 @@ class Engine:
         stop: str | Sequence[str] = (),
         eos_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        draft_tokens: int | None = None,
+        suffix_tokens: int = 0,
         on_text: Callable[[str], None] | None = None,
     ) -> Request:
         """Queues a request; it starts when a row is free. Nothing is computed here.
@@ -129,6 +165,7 @@ class Engine:
         Args:
           prompt: text or token ids.
           eos_ids: None is the pair's own stop ids.
+          draft_tokens: proposals verified per round, at most the engine's K, which None is.
           others: see `Request`.
 
         Raises:
@@ -143,25 +180,85 @@ class Engine:
             stop=stop,
             eos_ids=self.pair.eos_token_ids if eos_ids is None else eos_ids,
             ignore_eos=ignore_eos,
+            suffix_tokens=suffix_tokens,
             on_text=on_text,
         )
-        self._check_growth(request.prompt, max_new_tokens)
-        if len(request.eos_ids) > self._stop_columns:
-            raise ValueError(
-                f"eos_ids: got {len(request.eos_ids)}, but max_stop_ids is {self._stop_columns}"
-            )
-        if request.stop and self.pair.tokenizer is None:
-            raise ValueError(f"stop: got {request.stop!r}, but the target has no tokenizer.json")
-        for token in request.eos_ids:
-            if token >= self.pair.target.vocab_size:
-                raise ValueError(
-                    f"eos_ids: got {token}, expected 0..{self.pair.target.vocab_size - 1}"
-                )
-        request.draft_tokens = self.spec.draft_tokens
+        self._check(request)
+        widest = self.spec.draft_tokens
+        request.draft_tokens = widest if draft_tokens is None else draft_tokens
+        if not 0 <= request.draft_tokens <= widest:
+            raise ValueError(f"draft_tokens: got {draft_tokens}, expected 0..{widest} (engine)")
         if self.spec.draft is not None:
             request.block_attention = self.spec.draft.causality.value
         request.text = None if self.pair.tokenizer is None else ""
-        self._queue.append(request)
+        self.schedule.enqueue(request)
+        return request
+
+    # --- checkpoints ---
+
+    def checkpoint(self, request: Request, turn: bool = False) -> Checkpoint:
+        """The state of a running request, or of one that its budget ended, as it is now.
+
+        Args:
+          turn: instead the last turn checkpoint, which `checkpoint_turns` keeps: at the end of a
+            request, or before the suffix of its prompt while it runs.
+
+        Raises:
+          ValueError: the request has no state: it waits, has ended or has no turn checkpoint.
+          RuntimeError: called from inside a step.
+        """
+        if turn:
+            found = None if request.turn is None else request.turn()
+            if found is None:
+                raise ValueError(f"checkpoint: no turn of {request!r} is kept")
+            return found
+        if self.schedule.stepping:
+            raise RuntimeError("checkpoint: called from inside a step, for example by an on_text")
+        seat = self.schedule.seat_of(request) or self.schedule.resting_seat(request)
+        if seat is None or not seat.frontier:
+            raise ValueError(f"checkpoint: {request!r} has no state: it waits or has ended")
+        return self.contexts.capture(seat.row, seat.frontier, request)
+
+    def fork(self, request: Request, **controls) -> Request:
+        """Another request that goes on from where this one is; see `checkpoint`, `restore`."""
+        return self.restore(self.checkpoint(request), **controls)
+
+    def restore(
+        self, checkpoint: Checkpoint, *, suffix: str | Sequence[int] = (), **controls
+    ) -> Request:
+        """Queues a request that goes on from a checkpoint: the same tokens as without it.
+
+        Args:
+          suffix: text or tokens that follow the checkpoint's own. With it a new turn begins: the
+            prompt is all tokens so far and the suffix, nothing is published yet, and the budget
+            is the new turn's. Without it the request goes on with what it has published.
+          controls: arguments of `submit` that take the place of the checkpoint's.
+
+        Raises:
+          RestoreError: it does not belong to this engine; the message names the part.
+          StoreError: it lies on disk and cannot be read.
+          ValueError: a control out of range, or a budget that is used up.
+        """
+        self.contexts.check(checkpoint)
+        record = checkpoint.record
+        options = {name: getattr(record, name) for name in COPIED}
+        options["draft_tokens"] = min(record.draft_tokens, self.spec.draft_tokens)
+        prompt, tokens = [*record.prompt], [*record.tokens]
+        if isinstance(suffix, str) and suffix:
+            suffix = prompt_tokens(self.pair, suffix, "suffix")
+        if len(suffix):
+            known = prompt + tokens if tokens else prompt[: record.frontier]
+            prompt, tokens = known + [*suffix], []
+        budget = controls.get("max_new_tokens", record.max_new_tokens)
+        if len(tokens) >= budget:
+            raise ValueError(
+                f"max_new_tokens: {budget}, but the checkpoint has published {len(tokens)} tokens"
+            )
+        request = self.submit(prompt, **(options | controls))
+        request.origin, request.tokens = checkpoint, tokens
+        if tokens:
+            request.rounds = [*record.rounds]
+        self.contexts.touch(checkpoint)
         return request
 
     def step(self) -> list[Request]:
@@ -170,21 +267,7 @@ class Engine:
         Returns:
           The requests that ended since the previous step returned, in order.
         """
-        if self._stepping:
-            raise RuntimeError("step: called from inside a step, for example by an on_text")
-        self._stepping = True
-        try:
-            self._admit()
-            self._prefill()
-            self._decode()
-            # A row that was not in the round and was cancelled during it.
-            for seat in self._seats:
-                if seat is not None and seat.front.cancelled:
-                    self._cancel_now(seat)
-        finally:
-            self._stepping = self._in_round = False
-        ended, self._ended = self._ended, []
-        return ended
+        return self.schedule.step()
 
     def run(self) -> list[Request]:
         """Steps until nothing is left; returns the requests that ended, in order."""
@@ -224,17 +307,9 @@ class Engine:
         Possible at any moment, from a callback inside a step too: a round that is under way
         commits nothing of that row.
         """
-        if request.finished:
-            return
-        self._check_ours(request)
-        seat = self._seat_of(request)
-        if seat is None:
-            self._queue.remove(request)
-            self._end(request, "cancelled")
-            return
-        seat.front.cancel()
-        if not self._in_round:
-            self._cancel_now(seat)
+        if not request.finished:
+            self._check_ours(request)
+            self.schedule.cancel(request)
 
     def extend(self, request: Request, more: int) -> None:
         """Lets a request that its budget ended go on for up to `more` tokens.
@@ -250,111 +325,28 @@ class Engine:
         """
         if not isinstance(more, int) or more < 1:
             raise ValueError(f"more: got {more!r}, expected a whole number >= 1")
-        seat = next((s for s in self._resting if s is not None and s.request is request), None)
+        seat = self.schedule.resting_seat(request)
         if seat is None:
             raise ValueError(
                 f"extend: {request!r}, expected one that ended by its budget and whose row no "
                 "other request has taken"
             )
         self._check_growth(request.prompt, request.max_new_tokens + more)
-        self._resting[seat.row], self._seats[seat.row] = None, seat
-        seat.extend(more)
+        self.schedule.extend(seat, more, self.checkpoint(request))
 
-    # --- a step ---
-
-    def _admit(self) -> None:
-        # A row whose last request may yet be extended is the last to be given away.
-        for row in sorted(range(self.max_rows), key=lambda row: self._resting[row] is not None):
-            if self._seats[row] is None and self._queue:
-                self._move_in(row, self._queue.popleft())
-
-    def _move_in(self, row: int, request: Request) -> None:
-        self.batch.admit(row, request)
-        seat = Seat(row, request, self.pair.tokenizer)
-        self._seats[row], self._resting[row] = seat, None
-        self._prompts.append(seat)
-
-    def _prefill(self) -> None:
-        """One chunk of the oldest prompt; after its last one, the request's first token."""
-        if not self._prompts:
-            return
-        seat = self._prompts[0]
-        self.batch.prefill(seat.row, seat.next_chunk(self.batch.chunk))
-        if seat.prefilled < len(seat.request.prompt):
-            return
-        self._prompts.popleft()
-        self._in_round = True
-        licensed = [self.batch.choose_anchor(seat.row)]
-        seat.anchored = True
-        preview = seat.preview(licensed)
-        self._in_round = False
-        self._publish(seat, licensed, preview)
-        self._tell(seat)
-
-    def _decode(self) -> None:
-        """One round of every row that has its first token."""
-        seats = [seat for seat in self._seats if seat is not None and seat.anchored]
-        if not seats:
-            return
-        planned = np.full(self.max_rows, -1, np.int32)
-        for seat in seats:
-            planned[seat.row] = seat.live_width(self.spec.draft_tokens, self.max_context)
-        self._in_round = True
-        egress = self.batch.speculate(planned)
-        accepted = egress[:, -1].tolist()
-        licensed = {seat: egress[seat.row, : accepted[seat.row] + 1].tolist() for seat in seats}
-        previews = {seat: seat.preview(licensed[seat]) for seat in seats}
-        # Detokenising one row may have cancelled another that was previewed before it.
-        previews = {
-            seat: seat.preview(()) if seat.front.cancelled else preview
-            for seat, preview in previews.items()
-        }
-        committed = np.zeros(self.max_rows, np.int32)
-        for seat, preview in previews.items():
-            committed[seat.row] = preview.count
-        self.batch.commit(committed)
-        self._in_round = False
-        for seat, preview in previews.items():
-            verified = int(planned[seat.row])
-            proposed = self.spec.proposed(verified)
-            counts = Round(proposed, verified, accepted[seat.row], preview.count)
-            self._publish(seat, licensed[seat], preview, counts)
-        # Callbacks last: whatever they do, every row of the round is published.
-        for seat in seats:
-            self._tell(seat)
-
-    # --- publication ---
-
-    def _publish(self, seat: Seat, licensed, preview: Preview, counts: Round | None = None) -> None:
-        seat.publish(licensed, preview, counts)
-        if preview.reason is not None:
-            self._end(seat.request, preview.reason)
-            if preview.reason == "length":
-                self._resting[seat.row] = seat
-
-    def _tell(self, seat: Seat) -> None:
-        if not seat.tell():
-            if not seat.request.finished:
-                self._end(seat.request, "error")
-            seat.request.finish_reason = "error"
-            if self._resting[seat.row] is seat:
-                self._resting[seat.row] = None
-
-    def _cancel_now(self, seat: Seat) -> None:
-        self._publish(seat, (), seat.preview(()))
-        self._tell(seat)
-
-    def _end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        self._ended.append(request)
-        seat = self._seat_of(request)
-        if seat is not None:
-            self._seats[seat.row] = None
-            if seat in self._prompts:
-                self._prompts.remove(seat)
-
-    def _seat_of(self, request: Request) -> Seat | None:
-        return next((s for s in self._seats if s is not None and s.request is request), None)
+    def _check(self, request: Request) -> None:
+        self._check_growth(request.prompt, request.max_new_tokens)
+        if len(request.eos_ids) > self._stop_columns:
+            raise ValueError(
+                f"eos_ids: got {len(request.eos_ids)}, but max_stop_ids is {self._stop_columns}"
+            )
+        if request.stop and self.pair.tokenizer is None:
+            raise ValueError(f"stop: got {request.stop!r}, but the target has no tokenizer.json")
+        for token in request.eos_ids:
+            if token >= self.pair.target.vocab_size:
+                raise ValueError(
+                    f"eos_ids: got {token}, expected 0..{self.pair.target.vocab_size - 1}"
+                )
 
     def _check_growth(self, prompt: list[int], max_new_tokens: int) -> None:
         growth = len(prompt) + max_new_tokens
@@ -365,7 +357,7 @@ class Engine:
             )
 
     def _check_ours(self, request: Request) -> None:
-        if self._seat_of(request) is None and request not in self._queue:
+        if not self.schedule.has(request):
             raise ValueError(f"{request!r} was not submitted to this engine")
 
 

@@ -187,6 +187,20 @@ class FrontEnd:
             rest = scanner.held + (detokenizer.rest() if detokenizer is not None else "")
         return Preview(count, reason, text + rest, len(rest), detokenizer, scanner)
 
+    def replay(self, tokens: Sequence[int]) -> str:
+        """Takes in tokens that are published already; returns their text.
+
+        Whatever they contain does not stop the request any more.
+        """
+        text = ""
+        for token in tokens:
+            if self._detokenizer is not None:
+                self._detokenizer, piece = self._detokenizer.push(token)
+                self._scanner, piece, _ = self._scanner.push(piece, may_stop=False)
+                text += piece
+        self.published += len(tokens)
+        return text
+
     def extend(self, more: int) -> None:
         """Raises the budget of a request that its budget ended."""
         self.max_new_tokens += more

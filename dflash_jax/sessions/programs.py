@@ -1,9 +1,11 @@
-"""The engine's compiled programs: five for a width and a number of rows, made before any request.
+"""The engine's compiled programs for a width and a number of rows, made before any request.
 
-    admit                     a row is emptied and gets its seed and controls
+    install                   a row gets a sequence, empty or restored, and its controls
     prefill, choose_anchor    one row, one chunk of its prompt; after the last, its first token
     speculate                 all decoding rows: catch_up, propose, verify, accept
     commit                    all rows, the first N[b] columns
+    catch_up, dense_of        a row's sequence is made complete and copied
+    read_pages, write_pages   pages leave the device and come back
 
 Between `speculate` and `commit` the licensed tokens go to the host, which chooses N.
 """
@@ -23,8 +25,11 @@ from dflash_jax.decoding.distribution import Controls
 from dflash_jax.decoding.round import Verified
 from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.sessions import rows
+from dflash_jax.state import paged
+from dflash_jax.state.counts import TokenCounts
+from dflash_jax.state.paged import Pages, copy_page
 from dflash_jax.state.sequence import SequenceState
-from dflash_jax.typing import Array, Int, UInt32
+from dflash_jax.typing import Array, Bool, Int
 
 Report = Callable[[str, float, int, int], None]
 """`report(program, seconds, done, total)` after each compilation."""
@@ -42,15 +47,58 @@ class Speculated(NamedTuple):
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
-def admit(
+def install(
     state: SequenceState,
     controls: Controls,
     row: Int[Array, ""],
-    seed: UInt32[Array, ""],
+    table: Int[Array, "N"],
+    copied: Int[Array, "2"],
+    dense: rows.Dense,
+    numbers: rows.Numbers,
+    counts: TokenCounts,
     own: Controls,
 ) -> tuple[SequenceState, Controls]:
-    """Empties a row and sets the seed and controls of the request that moves in."""
-    return rows.empty(state, row, seed), rows.put_controls(controls, row, own)
+    """Puts a sequence and its request's controls into a row.
+
+    Args:
+      copied: a page that it may read but not write to, and the one of its own that takes its
+        place; outside the pool where there is none.
+    """
+    pools = tuple(copy_page(pool, *copied) for pool in rows.pools(state))
+    state = rows.install(rows.with_pools(state, pools), row, table, dense, numbers, counts)
+    return state, rows.put_controls(controls, row, own)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def catch_up(
+    spec: Spec, weights: Weights, state: SequenceState, active: Bool[Array, "B"]
+) -> SequenceState:
+    """Moves the pending features of active rows into the draft context, as `speculate` does."""
+    return phases.catch_up(spec, weights, state, active)
+
+
+@jax.jit
+def dense_of(state: SequenceState, row: Int[Array, ""]) -> rows.Dense:
+    """A row's arrays that lie in no page: copies, which outlive the donated state."""
+    return rows.dense_of(state, row)
+
+
+@jax.jit
+def read_pages(state: SequenceState, pages: Int[Array, "N"]) -> tuple[Pages, ...]:
+    """Contents of pages in every paged store."""
+    return tuple(paged.read_pages(pool, pages) for pool in rows.pools(state))
+
+
+@partial(jax.jit, donate_argnums=0)
+def write_pages(
+    state: SequenceState, pages: Int[Array, "N"], contents: tuple[Pages, ...]
+) -> SequenceState:
+    """The reverse of `read_pages`."""
+    written = (
+        paged.write_pages(pool, pages, content)
+        for pool, content in zip(rows.pools(state), contents, strict=True)
+    )
+    return rows.with_pools(state, tuple(written))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -96,7 +144,8 @@ def speculate(
       planned: P of each row, 0..K; -1 for rows that sit out, which license nothing of meaning.
     """
     active = planned >= 0
-    state = phases.catch_up(spec, weights, state)
+    # The pages of a row that sits out may be another's by now.
+    state = phases.catch_up(spec, weights, state, active)
     # A row that sits out must not cost the others anything: no context to attend to, no filter.
     view = state._replace(frontier=jnp.where(active, state.frontier, 0))
     controls = _without(controls, ~active)
@@ -149,26 +198,45 @@ class Programs:
     ):
         batch = state.frontier.shape[0]
         number = jax.ShapeDtypeStruct((), np.int32)
+        numbers = rows.Numbers(number, number, jax.ShapeDtypeStruct((), np.uint32))
+        one = jax.eval_shape(rows.take, state, number)
         own = jax.eval_shape(rows.take_controls, controls, number)
+        dense = jax.eval_shape(rows.dense_of, state, number)
+        table = jax.ShapeDtypeStruct(one.target.kv.block_table.shape[1:], np.int32)
+        pair = jax.ShapeDtypeStruct((2,), np.int32)
+        contents = jax.eval_shape(read_pages, state, table)
         tokens = jax.ShapeDtypeStruct((1, chunk), np.int32)
         count = jax.ShapeDtypeStruct((1,), np.int32)
         per_row = jax.ShapeDtypeStruct((batch,), np.int32)
-        seed = jax.ShapeDtypeStruct((), np.uint32)
+        active = jax.ShapeDtypeStruct((batch,), np.bool_)
         _, scratch = jax.eval_shape(partial(speculate, spec), weights, state, controls, per_row)
         lowered = {
-            "admit": lambda: admit.lower(state, controls, number, seed, own),
+            "install": lambda: install.lower(
+                state, controls, number, table, pair, dense, numbers, one.counts, own
+            ),
             "prefill": lambda: prefill.lower(spec, weights, state, number, tokens, count),
             "choose_anchor": lambda: choose_anchor.lower(spec, weights, state, controls, number),
             "speculate": lambda: speculate.lower(spec, weights, state, controls, per_row),
             "commit": lambda: commit.lower(state, scratch.verified, scratch.accepted, per_row),
+            "catch_up": lambda: catch_up.lower(spec, weights, state, active),
+            "dense_of": lambda: dense_of.lower(state, number),
+            "read_pages": lambda: read_pages.lower(state, table),
+            "write_pages": lambda: write_pages.lower(state, table, contents),
         }
         compiled = {}
         for done, (name, lower) in enumerate(lowered.items(), 1):
             begin = time.perf_counter()
             compiled[name] = lower().compile()
             report(name, time.perf_counter() - begin, done, len(lowered))
-        self.admit = compiled["admit"]
+        self.install = compiled["install"]
         self.commit = compiled["commit"]
+        self.dense_of = compiled["dense_of"]
+        self.read_pages = compiled["read_pages"]
+        self.write_pages = compiled["write_pages"]
         self.prefill = partial(compiled["prefill"], weights)
         self.choose_anchor = partial(compiled["choose_anchor"], weights)
         self.speculate = partial(compiled["speculate"], weights)
+        self.catch_up = partial(compiled["catch_up"], weights)
+        self.workspace = max(
+            program.memory_analysis().temp_size_in_bytes for program in compiled.values()
+        )

@@ -4,12 +4,17 @@ import dataclasses
 import itertools
 import math
 import secrets
+import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dflash_jax.decoding.distribution import Sampling
 from dflash_jax.decoding.result import Round, acceptance_length, accepted_per_position
+
+if TYPE_CHECKING:
+    from dflash_jax.sessions.checkpoint import Checkpoint
 
 SEEDS = 2**32
 
@@ -52,17 +57,23 @@ class Request:
       stop: strings that end the text, which is cut before them.
       eos_ids: ids that end the request when published; their text is left out.
       ignore_eos: those ids are published like any token.
+      suffix_tokens: so many tokens at the prompt's end belong to this turn only (the opening of an
+        answer, say), and its turn checkpoint stands before them.
       on_text: called with each piece of text after its tokens are committed. What it raises ends
         this request alone.
 
-    Said by the engine at submission, as in `Generation`: draft_tokens, the effective K, and
-    block_attention, the causality rule in force.
+    Said by the engine at submission: draft_tokens, the effective K, and block_attention, the
+    causality rule in force, as in `Generation`; origin, the checkpoint that it starts from, as
+    long as it waits.
 
     Grows while the engine steps:
       tokens: published ids; one that ends the request is the last of them.
       text: their text, except what may yet be half a character or the beginning of a stop
         string; None without a tokenizer.
       rounds: counts of each round.
+      restored: positions that came with a checkpoint; prefilled: prompt tokens that ran through
+        the target after them.
+      turn: its last turn checkpoint, as long as that is kept.
       finish_reason: None while running; "stop" | "length" | "cancelled" | "error".
       error: what was raised, where the reason is "error".
 
@@ -78,12 +89,17 @@ class Request:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    suffix_tokens: int = 0
     on_text: Callable[[str], None] | None = None
     draft_tokens: int = dataclasses.field(default=0, init=False)
     block_attention: str | None = dataclasses.field(default=None, init=False)
+    origin: "Checkpoint | None" = dataclasses.field(default=None, init=False)
+    turn: "weakref.ref[Checkpoint] | None" = dataclasses.field(default=None, init=False)
     tokens: list[int] = dataclasses.field(default_factory=list, init=False)
     text: str | None = dataclasses.field(default=None, init=False)
     rounds: list[Round] = dataclasses.field(default_factory=list, init=False)
+    restored: int = dataclasses.field(default=0, init=False)
+    prefilled: int = dataclasses.field(default=0, init=False)
     finish_reason: str | None = dataclasses.field(default=None, init=False)
     error: Exception | None = dataclasses.field(default=None, init=False)
 
@@ -102,6 +118,7 @@ class Request:
             _check("stop", text, isinstance(text, str) and text, "non-empty strings")
         for token in self.eos_ids:
             _check_whole("eos_ids", token, 0, math.inf)
+        _check_whole("suffix_tokens", self.suffix_tokens, 0, len(self.prompt) - 1)
         _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
         valid = self.on_text is None or callable(self.on_text)
         _check("on_text", self.on_text, valid, "a function of a string, or None")

@@ -1,4 +1,9 @@
-"""Single rows of a batch: taken out, put back, emptied. Every per-row array moves here together."""
+"""Single rows of a batch: taken out, put back, given to another sequence.
+
+Every per-row array moves here together.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ from dflash_jax.state.gdn import GDNState
 from dflash_jax.state.paged import PagedKV
 from dflash_jax.state.ring import RingKV
 from dflash_jax.state.sequence import DraftContext, SequenceState, TargetCache
-from dflash_jax.typing import Array, Int
+from dflash_jax.typing import Array, Float, Int, UInt32
 
 # A pool of pages belongs to all rows: one row reaches its own pages through its block table.
 SHARED = -1
@@ -62,23 +67,82 @@ def put(state: SequenceState, row: Int[Array, ""], one: SequenceState) -> Sequen
     return jax.tree.map(replaced, row_axes(state), state, one)
 
 
-def empty(state: SequenceState, row: Int[Array, ""], seed: Int[Array, ""]) -> SequenceState:
-    """The batch with a row as before any token; it keeps its pages, whose bytes are unreachable."""
+class Dense(NamedTuple):
+    """What a sequence has outside the pages, as a batch of one; `ring` as in `DraftContext`."""
+
+    hidden: Float[Array, "1 H"]
+    gdn: GDNState
+    ring: RingKV | None
+
+
+class Numbers(NamedTuple):
+    """Scalars of a row: F and F_ctx, which are equal here, x_F, and the request's seed."""
+
+    frontier: Int[Array, ""]
+    anchor: Int[Array, ""]
+    seed: UInt32[Array, ""]
+
+
+def dense_of(state: SequenceState, row: Int[Array, ""]) -> Dense:
+    """Copies of a row's arrays that lie in no page."""
+    one = take(state, row)
+    return Dense(one.hidden, one.target.gdn, None if one.draft is None else one.draft.ring)
+
+
+def install(
+    state: SequenceState,
+    row: Int[Array, ""],
+    table: Int[Array, "N"],
+    dense: Dense,
+    numbers: Numbers,
+    counts: TokenCounts,
+) -> SequenceState:
+    """The batch with another sequence in a row: nothing of who was there before is left.
+
+    Args:
+      table: the row's pages, for every paged store.
+      dense, numbers, counts: the sequence, with its features in the draft context.
+    """
     one = take(state, row)
 
-    def cleared(axis, leaf):
-        return leaf if axis == SHARED else jnp.zeros_like(leaf)
+    def renamed(pool):
+        return pool._replace(block_table=table[None])
 
-    blank = jax.tree.map(cleared, row_axes(one), one)
-    kv = blank.target.kv._replace(block_table=one.target.kv.block_table)
-    draft = blank.draft
-    if draft is not None and draft.pages is not None:
-        pages = draft.pages._replace(block_table=one.draft.pages.block_table)
-        draft = draft._replace(pages=pages)
-    blank = blank._replace(
-        seed=jnp.full_like(one.seed, seed), target=blank.target._replace(kv=kv), draft=draft
+    draft = one.draft
+    if draft is not None:
+        pages = None if draft.pages is None else renamed(draft.pages)
+        draft = DraftContext(dense.ring, pages)
+    frontier = jnp.full_like(one.frontier, numbers.frontier)
+    return put(
+        state,
+        row,
+        SequenceState(
+            frontier=frontier,
+            context_frontier=frontier,
+            anchor=jnp.full_like(one.anchor, numbers.anchor),
+            hidden=dense.hidden,
+            seed=jnp.full_like(one.seed, numbers.seed),
+            target=TargetCache(renamed(one.target.kv), dense.gdn),
+            draft=draft,
+            pending=None if one.pending is None else jnp.zeros_like(one.pending),
+            counts=counts,
+        ),
     )
-    return put(state, row, blank)
+
+
+def pools(state: SequenceState) -> tuple[PagedKV, ...]:
+    """The paged stores of a state, the target's first."""
+    draft = state.draft
+    full = () if draft is None or draft.pages is None else (draft.pages,)
+    return (state.target.kv, *full)
+
+
+def with_pools(state: SequenceState, changed: tuple[PagedKV, ...]) -> SequenceState:
+    """The state with these paged stores, in the order of `pools`."""
+    state = state._replace(target=state.target._replace(kv=changed[0]))
+    if len(changed) == 2:
+        state = state._replace(draft=state.draft._replace(pages=changed[1]))
+    return state
 
 
 def take_controls(controls: Controls, row: Int[Array, ""]) -> Controls:

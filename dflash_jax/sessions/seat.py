@@ -14,9 +14,21 @@ class Seat:
     """Errors of the request's own code (tokenizer, callback) end here and become its result.
 
     prefilled: prompt tokens processed. anchored: has its first token and decodes.
+
+    Args:
+      frontier: F of the checkpoint that it starts from. The tokens that the request brings along
+        are published already.
+      turns: it stops at the end of the part of its prompt that later turns keep.
     """
 
-    def __init__(self, row: int, request: Request, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        row: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        frontier: int = 0,
+        turns: bool = False,
+    ):
         self.row, self.request = row, request
         self.front = FrontEnd(
             None if tokenizer is None else tokenizer.decode,
@@ -25,21 +37,40 @@ class Seat:
             stop=request.stop,
             stop_ids=request.stop_ids,
         )
-        self.prefilled = 0
-        self.anchored = False
+        self.prefilled = min(frontier, len(request.prompt))
+        self.anchored = bool(request.tokens)
+        text = self.front.replay(request.tokens)
+        if request.text is not None:
+            request.text = text
+        self._turn = len(request.prompt) - request.suffix_tokens if turns else 0
         self._flushed = 0  # characters of the text that came out only because it ended
-        self._told = 0  # characters of the text that on_text has had
+        self._told = len(text)  # characters of the text that on_text has had
+
+    @property
+    def frontier(self) -> int:
+        """F: tokens that the row's state has processed."""
+        if not self.anchored:
+            return self.prefilled
+        return len(self.request.prompt) + self.front.published - 1
+
+    @property
+    def at_turn(self) -> bool:
+        """All of the prompt that later turns keep is processed, and no more."""
+        return self.prefilled == self._turn
 
     def next_chunk(self, size: int) -> list[int]:
         """The next tokens of the prompt; the last ones where `prefilled` then is its length."""
+        if self.prefilled < self._turn:
+            size = min(size, self._turn - self.prefilled)
         part = self.request.prompt[self.prefilled : self.prefilled + size]
         self.prefilled += len(part)
+        self.request.prefilled += len(part)
         return part
 
-    def live_width(self, draft_tokens: int, max_context: int) -> int:
+    def live_width(self, max_context: int) -> int:
         """P of the next round."""
         used = len(self.request.prompt) + self.front.published
-        return live_width(draft_tokens, self.front.budget_left, max_context - used)
+        return live_width(self.request.draft_tokens, self.front.budget_left, max_context - used)
 
     def preview(self, licensed: Sequence[int]) -> Preview:
         """The front end's choice, before anything is committed."""

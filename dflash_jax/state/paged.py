@@ -1,7 +1,8 @@
 """Paged key/value store of the full-attention layers: a pool, a block table, pure functions.
 
-Page ownership is the caller's: a row's block table names its pages in order, and two rows name
-the same page only when neither writes to it.
+Page ownership is the caller's: a row's block table names its pages in order, and a page has at
+most one row that writes to it. -1 names no page: nothing is written there, and what is read has
+no meaning.
 """
 
 from typing import NamedTuple
@@ -32,13 +33,57 @@ class PagedKV(NamedTuple):
 
 
 def init_paged(
-    layers: int, rows: int, capacity: int, heads: int, head_dim: int, page_size: int, dtype: DType
+    layers: int,
+    rows: int,
+    capacity: int,
+    heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: DType,
+    pages: int | None = None,
 ) -> PagedKV:
-    """A pool in which every row owns `ceil(capacity / page_size)` pages of its own."""
+    """A pool whose rows can hold `capacity` positions each.
+
+    Args:
+      pages: of the pool, and no row names one yet (-1). None gives every row
+        `ceil(capacity / page_size)` pages of its own.
+    """
     per_row = -(-capacity // page_size)
-    shape = (layers, rows * per_row, page_size, heads, head_dim)
-    table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
+    if pages is None:
+        pages = rows * per_row
+        table = jnp.arange(pages, dtype=jnp.int32).reshape(rows, per_row)
+    else:
+        table = jnp.full((rows, per_row), -1, jnp.int32)
+    shape = (layers, pages, page_size, heads, head_dim)
     return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table)
+
+
+class Pages(NamedTuple):
+    """Contents of N pages outside a pool: key, value `[L, N, page_size, K, D]`."""
+
+    key: Float[Array, "L N page K D"]
+    value: Float[Array, "L N page K D"]
+
+
+def read_pages(pool: PagedKV, pages: Int[Array, "N"]) -> Pages:
+    """Copies pages out; ids outside the pool give pages of no meaning."""
+    index = jnp.clip(pages, 0, pool.key.shape[1] - 1)
+    return Pages(pool.key[:, index], pool.value[:, index])
+
+
+def write_pages(pool: PagedKV, pages: Int[Array, "N"], contents: Pages) -> PagedKV:
+    """Copies contents into pages; those with an id outside the pool go nowhere."""
+    total = pool.key.shape[1]
+    index = jnp.where((pages >= 0) & (pages < total), pages, total)  # -1 would be the last page
+    return pool._replace(
+        key=pool.key.at[:, index].set(contents.key, mode="drop"),
+        value=pool.value.at[:, index].set(contents.value, mode="drop"),
+    )
+
+
+def copy_page(pool: PagedKV, source: Int[Array, ""], target: Int[Array, ""]) -> PagedKV:
+    """Copies one page onto another; nothing where the target lies outside the pool."""
+    return write_pages(pool, target[None], read_pages(pool, source[None]))
 
 
 def append(

@@ -58,7 +58,12 @@ class SequenceState(NamedTuple):
 
 
 def init_cache(
-    config: TargetConfig, rows: int, capacity: int, page_size: int, dtype: DType
+    config: TargetConfig,
+    rows: int,
+    capacity: int,
+    page_size: int,
+    dtype: DType,
+    pages: int | None = None,
 ) -> TargetCache:
     """An empty target cache; `capacity` is in tokens per row (0 for training)."""
     kv = init_paged(
@@ -69,18 +74,24 @@ def init_cache(
         config.head_dim,
         page_size,
         dtype,
+        pages,
     )
     return TargetCache(kv, init_gdn(config, rows, dtype))
 
 
 def init_context(
-    config: DraftConfig, rows: int, capacity: int, page_size: int, dtype: DType
+    config: DraftConfig,
+    rows: int,
+    capacity: int,
+    page_size: int,
+    dtype: DType,
+    pages: int | None = None,
 ) -> DraftContext:
     """An empty draft context; `capacity` in tokens per row concerns full layers only."""
     ring = init_ring(config, rows, dtype) if config.local_layers else None
-    pages = None
+    pool = None
     if config.full_layers:
-        pages = init_paged(
+        pool = init_paged(
             len(config.full_layers),
             rows,
             capacity,
@@ -88,8 +99,9 @@ def init_context(
             config.head_dim,
             page_size,
             dtype,
+            pages,
         )
-    return DraftContext(ring, pages)
+    return DraftContext(ring, pool)
 
 
 def init_sequences(
@@ -100,13 +112,18 @@ def init_sequences(
     block_width: int,
     dtype: DType,
     page_size: int = PAGE_SIZE,
+    pages: int | None = None,
 ) -> SequenceState:
-    """B empty sequences of up to `capacity` tokens; their blocks are `block_width` wide."""
+    """B empty sequences of up to `capacity` tokens; their blocks are `block_width` wide.
+
+    Args:
+      pages: of every paged store, owned by no row yet; None gives each row its own.
+    """
     rows = seed.shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     context = pending = None
     if draft is not None:
-        context = init_context(draft, rows, capacity, page_size, dtype)
+        context = init_context(draft, rows, capacity, page_size, dtype, pages)
         features = len(draft.target_layer_ids) * target.hidden_size
         pending = jnp.zeros((rows, block_width, features), dtype)
     return SequenceState(
@@ -115,7 +132,7 @@ def init_sequences(
         anchor=jnp.zeros_like(zeros),
         hidden=jnp.zeros((rows, target.hidden_size), dtype),
         seed=seed,
-        target=init_cache(target, rows, capacity, page_size, dtype),
+        target=init_cache(target, rows, capacity, page_size, dtype, pages),
         draft=context,
         pending=pending,
         counts=init_counts(rows, target.vocab_size),

@@ -194,7 +194,7 @@ def test_a_budget_extended_is_one_larger_budget(engine, first):
     for request, one in zip(parts, whole, strict=True):
         assert request.tokens == one.tokens[:first]
         assert request.text == Letters().decode(request.tokens)
-        (row,) = [seat.row for seat in engine._resting if seat and seat.request is request]
+        row = engine.schedule.resting_seat(request).row
         state = engine.batch.state
         assert np.asarray(state.frontier)[row] == len(request.prompt) + first - 1
         assert np.asarray(state.anchor)[row] == request.tokens[-1]
@@ -292,10 +292,10 @@ def test_cancellation_at_every_moment(engine):
         engine.cancel(request)
     ended = engine.step()
     assert set(ended) >= set(queued[1:9])
-    while not engine._seat_of(prompt).prefilled:
+    while not engine.schedule.seat_of(prompt).prefilled:
         engine.step()
     engine.cancel(prompt)  # between two chunks of its prompt
-    assert prompt.tokens == [] and engine._seat_of(prompt) is None
+    assert prompt.tokens == [] and engine.schedule.seat_of(prompt) is None
     engine.run()
     assert outcome(queued[0]) == alone[0]
     engine.cancel(queued[0])  # after its end: as it was
@@ -323,15 +323,15 @@ def test_cancellation_from_inside_a_step(engine):
                 engine.cancel(victim)  # in the middle of the round
             return super().decode(ids)
 
-    tokenizer = engine.pair.tokenizer
+    tokenizer = engine.schedule.tokenizer
     victim = engine.submit([6], **kwargs)
     engine.step()
-    engine.pair = dataclasses.replace(engine.pair, tokenizer=Meddling())
+    engine.schedule.tokenizer = Meddling()
     try:
         late = engine.submit([5], **kwargs)
         engine.run()
     finally:
-        engine.pair = dataclasses.replace(engine.pair, tokenizer=tokenizer)
+        engine.schedule.tokenizer = tokenizer
     assert victim.finish_reason == "cancelled" and 3 <= len(victim.tokens) < 30
     assert late.finish_reason == "length"
     # A round that commits nothing is not counted.
@@ -353,10 +353,10 @@ def test_an_error_ends_one_request_alone(engine):
 
     # A request takes the tokenizer it finds when it moves into a row.
     broken = engine.submit([2, 3], max_new_tokens=30, ignore_eos=True)
-    tokenizer = engine.pair.tokenizer
-    engine.pair = dataclasses.replace(engine.pair, tokenizer=Brittle())
+    tokenizer = engine.schedule.tokenizer
+    engine.schedule.tokenizer = Brittle()
     engine.step()
-    engine.pair = dataclasses.replace(engine.pair, tokenizer=tokenizer)
+    engine.schedule.tokenizer = tokenizer
     deaf = engine.submit([2, 3], max_new_tokens=30, ignore_eos=True, on_text=refuse)
     greedy = engine.submit([3], max_new_tokens=2, ignore_eos=True, on_text=lambda _: engine.step())
     neighbours = [(i, submit(engine, wanted[i])) for i in range(4)]

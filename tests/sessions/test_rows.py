@@ -44,22 +44,30 @@ def test_a_row_goes_to_another_place_whole(draft):
         np.testing.assert_array_equal(np.delete(after, 1, axis), np.delete(before, 1, axis))
 
 
-@pytest.mark.parametrize("draft", [tiny.DFLASH, tiny.DFLASH2])
-def test_an_emptied_row_keeps_only_its_pages(draft):
+@pytest.mark.parametrize("draft", [tiny.DFLASH, tiny.DFLASH2, None])
+def test_an_installed_sequence_takes_the_whole_row(draft):
+    """What comes is what is there; of who was there before nothing, and the others stay."""
     state = numbered(draft)
-    emptied = jax.device_get(jax.jit(rows.empty)(state, np.int32(2), np.uint32(77)))
-    one, before = rows.take(emptied, np.int32(2)), rows.take(state, np.int32(2))
-    np.testing.assert_array_equal(one.target.kv.block_table, before.target.kv.block_table)
-    if one.draft.pages is not None:
-        np.testing.assert_array_equal(one.draft.pages.block_table, before.draft.pages.block_table)
-    assert one.seed.tolist() == [77]
-    for array in (one.frontier, one.context_frontier, one.anchor, one.hidden, one.pending,
-                  *one.counts, *one.target.gdn):  # fmt: skip
-        assert not np.any(array)
+    dense = jax.tree.map(lambda leaf: -leaf, rows.dense_of(state, np.int32(0)))
+    before = rows.take(state, np.int32(2))
+    table = np.asarray([7, -1], np.int32)
+    counts = jax.tree.map(lambda leaf: leaf + 1, before.counts)
+    numbers = rows.Numbers(np.int32(11), np.int32(22), np.uint32(33))
+    installed = jax.jit(rows.install)(state, np.int32(2), table, dense, numbers, counts)
+    installed = jax.device_get(installed)
+    one = rows.take(installed, np.int32(2))
+    assert (one.frontier, one.context_frontier, one.anchor, one.seed) == (11, 11, 22, 33)
+    jax.tree.map(np.testing.assert_array_equal, rows.dense_of(installed, np.int32(2)), dense)
+    jax.tree.map(np.testing.assert_array_equal, one.counts, counts)
+    for pool, old in zip(rows.pools(one), rows.pools(before), strict=True):
+        np.testing.assert_array_equal(pool.block_table, table[None])
+        np.testing.assert_array_equal(pool.key, old.key)
+    if draft is not None:
+        assert not np.any(one.pending)
     for axis, old, new in zip(
         jax.tree.leaves(rows.row_axes(state)),
         jax.tree.leaves(state),
-        jax.tree.leaves(emptied),
+        jax.tree.leaves(installed),
         strict=True,
     ):
         if axis != rows.SHARED:
