@@ -5,12 +5,16 @@ from dflash_jax.decoding.distribution import Sampling
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.result import Generation, Origin, Round
 from dflash_jax.io.pair import Pair, load_pair
+from dflash_jax.sessions.checkpoint import Checkpoint
+from dflash_jax.sessions.contexts import ContextBudget
 from dflash_jax.sessions.engine import Engine
 from dflash_jax.sessions.request import Request
 
 __all__ = [
     "Causality",
+    "Checkpoint",
     "ConfigError",
+    "ContextBudget",
     "Engine",
     "Generation",
     "Origin",

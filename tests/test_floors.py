@@ -164,7 +164,9 @@ def test_public_list():
     """Closed: a new name is a decision, made here as well."""
     assert dflash_jax.__all__ == [
         "Causality",
+        "Checkpoint",
         "ConfigError",
+        "ContextBudget",
         "Engine",
         "Generation",
         "Origin",

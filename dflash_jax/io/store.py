@@ -29,7 +29,7 @@ class StoreError(ValueError):
 def save_parts(
     path: str | os.PathLike[str], parts: Parts, record: dict[str, Any], overwrite: bool = False
 ) -> None:
-    """Writes arrays and a JSON record to the folder `path`.
+    """Writes arrays and a JSON record to the folder `path`, whose only writer this is.
 
     Args:
       parts: arrays by name. record: what JSON can hold.
@@ -58,12 +58,12 @@ def save_parts(
         _write(partial, parts, description)
         os.replace(partial, path / f"{number:08d}")
     except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not any(path.glob("*")):
+        _clear(path.glob(f"{partial.name}*"))  # Orbax appends to the name while it writes
+        if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
         raise OSError(f"{path}: could not be saved: {_brief(error)}") from error
-    for version in old:
-        shutil.rmtree(path / f"{version:08d}", ignore_errors=True)
+    _clear(path / f"{version:08d}" for version in old)
+    _clear(path.glob(f"{_PARTIAL}*"))  # what interrupted saves left: a folder has one writer
 
 
 def load_parts(path: str | os.PathLike[str]) -> tuple[Parts, dict[str, Any]]:
@@ -118,6 +118,11 @@ def _newest(path) -> tuple[pathlib.Path, dict[str, Any]]:
     if description["format"] != FORMAT:
         raise StoreError(f"{folder}: format {description['format']}, expected {FORMAT}")
     return folder, description
+
+
+def _clear(folders) -> None:
+    for folder in list(folders):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ours(entry: pathlib.Path) -> bool:

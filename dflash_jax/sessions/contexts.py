@@ -126,12 +126,11 @@ class Contexts:
             checkpoint.to_host()
         checkpoint.check(self._fingerprint(), expected)
 
-    def promote(self, checkpoint: Checkpoint) -> None:
-        """Moves a checkpoint to the device, making room as for a request.
+    def promote(self, checkpoint: Checkpoint, make_room: Callable[[Checkpoint], bool]) -> None:
+        """Moves a checkpoint to the device; see `Engine.promote`.
 
-        Raises:
-          RestoreError, StoreError: it does not fit this engine.
-          OutOfPagesError: requests and pinned checkpoints hold too many pages.
+        Args:
+          make_room: frees some pages, and is False where it cannot.
         """
         self.check(checkpoint)
         if checkpoint.tier == "device":
@@ -140,7 +139,7 @@ class Contexts:
             try:
                 checkpoint.to_image(self._batch.upload(checkpoint))
             except OutOfPagesError:
-                if not self.demote_one():
+                if not make_room(checkpoint):
                     raise
             else:
                 break
@@ -172,15 +171,21 @@ class Contexts:
 
         Raises:
           ValueError: the engine has no budget for contexts.
+          StoreError: it was on disk only, and has been dropped there.
         """
         if self.budget is None:
             raise ValueError("keep: the engine has no ContextBudget")
-        self._drop(self._kept.get(checkpoint.record.processed))
-        self._add(checkpoint)
+        if checkpoint.tier == "disk" and not checkpoint.path.exists():
+            raise StoreError(f"{checkpoint.path}: the checkpoint's files are gone")
+        older = self._kept.get(checkpoint.record.processed)
+        if older is not checkpoint:
+            self._drop(older)
+            self._add(checkpoint)
+        self.touch(checkpoint)
         self.balance()
 
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Forgets a kept checkpoint and its files; whoever holds it in memory keeps that."""
+        """Forgets a kept checkpoint and its files; one that lies only there is lost."""
         self._drop(checkpoint)
 
     def longest_prefix(self, prompt: Sequence[int]) -> Checkpoint | None:

@@ -171,8 +171,8 @@ class Engine:
         Raises:
           ValueError: an argument out of range, or a prompt and budget that no row can hold.
         """
-        request = Request(
-            prompt=prompt_tokens(self.pair, prompt),
+        request = self._request(
+            prompt_tokens(self.pair, prompt),
             sampling=Sampling() if sampling is None else sampling,
             seed=seed,
             max_new_tokens=max_new_tokens,
@@ -180,17 +180,10 @@ class Engine:
             stop=stop,
             eos_ids=self.pair.eos_token_ids if eos_ids is None else eos_ids,
             ignore_eos=ignore_eos,
+            draft_tokens=draft_tokens,
             suffix_tokens=suffix_tokens,
             on_text=on_text,
         )
-        self._check(request)
-        widest = self.spec.draft_tokens
-        request.draft_tokens = widest if draft_tokens is None else draft_tokens
-        if not 0 <= request.draft_tokens <= widest:
-            raise ValueError(f"draft_tokens: got {draft_tokens}, expected 0..{widest} (engine)")
-        if self.spec.draft is not None:
-            request.block_attention = self.spec.draft.causality.value
-        request.text = None if self.pair.tokenizer is None else ""
         self.schedule.enqueue(request)
         return request
 
@@ -249,17 +242,27 @@ class Engine:
         if len(suffix):
             known = prompt + tokens if tokens else prompt[: record.frontier]
             prompt, tokens = known + [*suffix], []
-        budget = controls.get("max_new_tokens", record.max_new_tokens)
-        if len(tokens) >= budget:
+        request = self._request(prompt, **(options | controls))
+        if len(tokens) >= request.max_new_tokens:
             raise ValueError(
-                f"max_new_tokens: {budget}, but the checkpoint has published {len(tokens)} tokens"
+                f"max_new_tokens: {request.max_new_tokens}, but the checkpoint has published "
+                f"{len(tokens)} tokens"
             )
-        request = self.submit(prompt, **(options | controls))
         request.origin, request.tokens = checkpoint, tokens
         if tokens:
             request.rounds = [*record.rounds]
         self.contexts.touch(checkpoint)
+        self.schedule.enqueue(request)
         return request
+
+    def promote(self, checkpoint: Checkpoint) -> None:
+        """Moves a checkpoint to the device, so that restoring it copies no page.
+
+        Raises:
+          RestoreError, StoreError: it does not fit this engine.
+          OutOfPagesError: requests and pinned checkpoints hold too many pages.
+        """
+        self.contexts.promote(checkpoint, self.schedule.make_room)
 
     def step(self) -> list[Request]:
         """One chunk of a prompt and one round, as far as there are any.
@@ -334,7 +337,9 @@ class Engine:
         self._check_growth(request.prompt, request.max_new_tokens + more)
         self.schedule.extend(seat, more, self.checkpoint(request))
 
-    def _check(self, request: Request) -> None:
+    def _request(self, prompt: list[int], *, draft_tokens: int | None, **options) -> Request:
+        """A request that this engine can serve."""
+        request = Request(prompt, **options)
         self._check_growth(request.prompt, request.max_new_tokens)
         if len(request.eos_ids) > self._stop_columns:
             raise ValueError(
@@ -347,6 +352,14 @@ class Engine:
                 raise ValueError(
                     f"eos_ids: got {token}, expected 0..{self.pair.target.vocab_size - 1}"
                 )
+        widest = self.spec.draft_tokens
+        request.draft_tokens = widest if draft_tokens is None else draft_tokens
+        if not 0 <= request.draft_tokens <= widest:
+            raise ValueError(f"draft_tokens: got {draft_tokens}, expected 0..{widest} (engine)")
+        if self.spec.draft is not None:
+            request.block_attention = self.spec.draft.causality.value
+        request.text = None if self.pair.tokenizer is None else ""
+        return request
 
     def _check_growth(self, prompt: list[int], max_new_tokens: int) -> None:
         growth = len(prompt) + max_new_tokens

@@ -145,6 +145,8 @@ class Schedule:
         self._queue.popleft()
         request.origin, request.restored = None, frontier
         self._seats[row], self._resting[row] = seat, None
+        if self._turns and seat.at_turn:
+            request.turn = weakref.ref(origin)
         self.contexts.balance()
         if not seat.anchored:
             self._prompts.append(seat)
@@ -156,10 +158,10 @@ class Schedule:
             try:
                 return self.batch.admit(row, request, origin)
             except OutOfPagesError:
-                if not self._make_room(origin):
+                if not self.make_room(origin):
                     raise
 
-    def _make_room(self, origin: Checkpoint | None) -> bool:
+    def make_room(self, origin: Checkpoint | None) -> bool:
         """Frees some pages that no running request holds; False where there are none."""
         for row, seat in enumerate(self._resting):
             if seat is not None:

@@ -409,8 +409,11 @@ def test_compiled_before_the_first_request_and_once():
     told = []
     second = new_engine(report=lambda *line: told.append(line))
     names = [name for name, *_ in told]
-    assert names == ["admit", "prefill", "choose_anchor", "speculate", "commit"]
-    assert [line[2:] for line in told] == [(i, 5) for i in range(1, 6)]
+    assert names == [
+        "install", "prefill", "choose_anchor", "speculate", "commit",
+        "catch_up", "dense_of", "read_pages", "write_pages",
+    ]  # fmt: skip
+    assert [line[2:] for line in told] == [(i, 9) for i in range(1, 10)]
     assert second.idle and second.step() == [] and second.run() == []
     assert "8 rows of 704 tokens, 7 draft tokens" in second.describe()
 

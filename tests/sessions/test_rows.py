@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.decoding.distribution import Sampling, make_controls
 from dflash_jax.sessions import rows
+from dflash_jax.state.counts import TokenCounts
 from dflash_jax.state.sequence import init_sequences
 from tests.decoding import tiny
 
@@ -51,7 +52,7 @@ def test_an_installed_sequence_takes_the_whole_row(draft):
     dense = jax.tree.map(lambda leaf: -leaf, rows.dense_of(state, np.int32(0)))
     before = rows.take(state, np.int32(2))
     table = np.asarray([7, -1], np.int32)
-    counts = jax.tree.map(lambda leaf: leaf + 1, before.counts)
+    counts = TokenCounts(~before.counts.prompt, before.counts.output + 1)
     numbers = rows.Numbers(np.int32(11), np.int32(22), np.uint32(33))
     installed = jax.jit(rows.install)(state, np.int32(2), table, dense, numbers, counts)
     installed = jax.device_get(installed)
