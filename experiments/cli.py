@@ -10,8 +10,8 @@ from absl import app, logging
 def run(main: Callable[[], None]) -> None:
     """Parses flags and runs `main`.
 
-    What a user can get wrong raises ValueError or OSError with a message meant for them: it is
-    printed as one line and the exit code is 2. With `-v 1` the traceback is shown too.
+    What a user can get wrong raises ValueError, OSError or MemoryError with a message meant for
+    them: it is printed as one line and the exit code is 2. With `-v 1` the traceback is shown too.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -19,7 +19,7 @@ def run(main: Callable[[], None]) -> None:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
         try:
             main()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, MemoryError) as error:
             if logging.vlog_is_on(1):
                 raise
             print(f"error: {error}", file=sys.stderr)

@@ -75,6 +75,9 @@ def prefill(
     )
     last = jnp.maximum(count - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(block.hidden, last, axis=1)[:, 0]
+    # The store depends on the attention's outcome, or else XLA copies the whole pool so that it
+    # can write to one while loops still read the other. No hidden column is minus infinity.
+    stored = jnp.where(hidden[:, 0] == -jnp.inf, 0, count)
     draft = state.draft
     if spec.draft is not None:
         draft = materialize(
@@ -84,7 +87,7 @@ def prefill(
         frontier=frontier + count,
         context_frontier=frontier + count,
         hidden=jnp.where(count[:, None] > 0, hidden, state.hidden),
-        target=TargetCache(append(kv, block.key, block.value, frontier, count), block.gdn),
+        target=TargetCache(append(kv, block.key, block.value, frontier, stored), block.gdn),
         draft=draft,
         counts=count_prompt(state.counts, tokens, count),
     )

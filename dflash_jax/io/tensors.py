@@ -243,6 +243,15 @@ def _insert(params: dict[str, Any], spec: TensorSpec, value: jax.Array) -> None:
     node[spec.path[-1]] = value
 
 
+def abstract_params(config: Config, dtype: DType) -> Params:
+    """Shapes and dtypes of what `read_params` gives, without a checkpoint."""
+    params: dict[str, Any] = {}
+    for spec in tensor_table(config):
+        kept = np.float32 if spec.keep_float32 else dtype
+        _insert(params, spec, jax.ShapeDtypeStruct(spec.shape, kept))
+    return params
+
+
 # --- writing ---
 
 

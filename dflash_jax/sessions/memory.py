@@ -118,7 +118,10 @@ def _round(spec: Spec, weights: Weights, state) -> tuple[int, int]:
 
 
 def _workspace(spec: Spec, columns: int, chunk: int, logits: int) -> int:
-    """Estimated from the widest layer: a handful of its activations, and of the logits."""
+    """Estimated from the widest layer: six of its activations in float32, three of the logits.
+
+    Six and three are what the embedded pair's programs take on a CPU, within a factor of two.
+    """
     config = spec.target
     widest = max(
         2 * config.intermediate_size,
@@ -126,4 +129,4 @@ def _workspace(spec: Spec, columns: int, chunk: int, logits: int) -> int:
         2 * config.num_attention_heads * config.head_dim,
         len(spec.taps) * config.hidden_size,
     )
-    return 4 * widest * max(columns, chunk) * 4 + 3 * logits
+    return 6 * widest * max(columns, chunk) * 4 + 3 * logits

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from dflash_jax import Checkpoint, Sampling
+from dflash_jax import Checkpoint, Engine, Sampling
 from dflash_jax.io.fingerprint import fingerprint
 from dflash_jax.sessions.checkpoint import Record, RestoreError
 from tests.decoding import tiny
@@ -175,8 +175,10 @@ def test_the_first_proposals_are_those_of_the_uninterrupted_run():
 
 
 def test_a_fork_shares_whole_pages():
-    engine = small.new_engine("plain", max_context=512, page_size=16, prefill_chunk=64)
-    prompt = np.random.default_rng(0).integers(tiny.VOCAB, size=410).tolist()
+    long = dataclasses.replace(small.pair("plain").target, max_position_embeddings=8192)
+    pair = dataclasses.replace(small.pair("plain"), target=long)
+    engine = Engine(pair, max_rows=2, max_context=4160, draft_tokens=0)
+    prompt = np.random.default_rng(0).integers(tiny.VOCAB, size=4096 + 7).tolist()
     request = engine.submit(prompt, max_new_tokens=40, ignore_eos=True)
     while not request.tokens:
         engine.step()
@@ -186,8 +188,10 @@ def test_a_fork_shares_whole_pages():
     child = engine.fork(request)
     engine.step()
     assert child.restored
-    # 25 whole pages are shared; the child has 4 of its own: its tail and its growth.
-    assert small.pages_of(engine) - before == -(-450 // 16) - 410 // 16
+    # 64 whole pages of 64 positions are shared; of its own the child has the one it writes to.
+    assert small.pages_of(engine) - before == 1
+    page = engine.batch.page_bytes()
+    assert page == 2 * 64 * 16 * 4  # keys and values of one layer, one head of 16, float32
     engine.run()
     del checkpoint
     assert child.tokens == request.tokens

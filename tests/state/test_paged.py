@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.state.paged import PagedKV, append, init_paged
+from dflash_jax.state.paged import (
+    PagedKV,
+    append,
+    copy_page,
+    init_paged,
+    read_pages,
+    write_pages,
+)
 
 LAYERS, HEADS, DIM = 2, 2, 3
 
@@ -101,3 +108,29 @@ def test_init_gives_every_row_its_own_pages():
     assert not np.asarray(pool.key, np.float32).any()
     owned = np.asarray(pool.block_table).ravel()
     assert sorted(owned) == list(range(pool.key.shape[1]))
+
+
+def test_a_pool_of_pages_that_no_row_owns(rng):
+    """-1 everywhere: nothing that a row appends arrives anywhere."""
+    pool = init_paged(LAYERS, 2, 9, HEADS, DIM, 4, jnp.float32, pages=5)
+    assert pool.key.shape[1] == 5 and (np.asarray(pool.block_table) == -1).all()
+    check(pool, start=[0, 3], count=[4, 4], columns=4, rng=rng)
+
+
+def test_pages_are_copied_out_in_and_over(rng):
+    """Ids outside the pool (-1 would be its last page, 6 clamps to it) change nothing."""
+    pool = make_pool(6, 4, [[0, 1], [2, 3]], rng)
+    pages = jnp.asarray([4, 1, 0])
+    contents = read_pages(pool, pages)
+    np.testing.assert_array_equal(contents.key, np.asarray(pool.key)[:, [4, 1, 0]])
+    moved = write_pages(pool, jnp.asarray([2, -1, 6]), contents)
+    expected = np.array(pool.value)
+    expected[:, 2] = expected[:, 4]
+    np.testing.assert_array_equal(moved.value, expected)
+    copied = copy_page(pool, jnp.asarray(3), jnp.asarray(5))
+    expected = np.array(pool.key)
+    expected[:, 5] = expected[:, 3]
+    np.testing.assert_array_equal(copied.key, expected)
+    for outside in (-1, 6, 1000):
+        same = copy_page(pool, jnp.asarray(3), jnp.asarray(outside))
+        np.testing.assert_array_equal(same.key, pool.key)
