@@ -7,7 +7,8 @@ the draft context, so pending features are no part of them.
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -16,13 +17,24 @@ from dflash_jax.io.store import Parts
 from dflash_jax.sessions.pages import Lease
 from dflash_jax.sessions.rows import Dense
 from dflash_jax.state.gdn import GDNState
+from dflash_jax.state.paged import PagedKV, Pages
 from dflash_jax.state.ring import RingKV
-
-if TYPE_CHECKING:
-    from dflash_jax.sessions.batch import Batch
 
 # Names of the paged stores, in the order of `rows.pools`.
 STORES = ("target_kv", "draft_kv")
+
+
+class Owner(Protocol):
+    """The batch that an image is of.
+
+    blank: what a row holds before any token. pools: the paged stores, the target's first.
+    """
+
+    blank: Dense
+    pools: tuple[PagedKV, ...]
+
+    def read_pages(self, pages: Sequence[int]) -> list[Pages]:
+        """Contents of pages in every paged store, on the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +53,11 @@ class DeviceImage:
       lease: the pages of positions `[0, F)`.
     """
 
-    def __init__(self, batch: "Batch", lease: Lease, dense: Dense):
+    def __init__(self, batch: Owner, lease: Lease, dense: Dense):
         self._batch = weakref.ref(batch)
         self.lease, self.dense = lease, dense
 
-    def of(self, batch: "Batch") -> bool:
+    def of(self, batch: Owner) -> bool:
         """Whether its pages are this batch's."""
         return self._batch() is batch
 
@@ -81,7 +93,7 @@ def dense_from(parts: Parts) -> Dense:
     return Dense(parts["hidden"], gdn, ring)
 
 
-def expected_parts(batch: "Batch", frontier: int) -> dict[str, PartSpec]:
+def expected_parts(batch: Owner, frontier: int) -> dict[str, PartSpec]:
     """The parts that a sequence of this batch has at a frontier."""
     dense = batch.blank
     arrays = {f"gdn.{name}": array for name, array in dense.gdn._asdict().items()}

@@ -9,14 +9,12 @@ def test_plan_memory(script, capsys, geometries):
     run = script("plan_memory")
     pair = ["--target", geometries / "qwen3.5-27b.json"]
     pair += ["--draft", geometries / "qwen3.8-27b-dflash2.json", "--dtype", "bfloat16"]
-    assert run(*pair, "--rows", 2, "--json") == 0
-    parts = json.loads(capsys.readouterr().out)
+    assert run(*pair, "--rows", 2, "--json", "--device_gib", 40) == 2
+    captured = capsys.readouterr()
+    parts = json.loads(captured.out)
     total = parts.pop("total")
     assert total == sum(parts.values()) and parts["rings"] == 2 * 40 * 2**20
-    assert run(*pair, "--device_gib", 40, "--nojson", "--rows", 1) == 2
-    captured = capsys.readouterr()
-    assert "target_kv" in captured.out
-    assert captured.err.startswith("error: the engine needs 55,503")
+    assert captured.err.startswith(f"error: the engine needs {total / 2**20:,.1f} MiB, the device")
     assert run("--rows", 0) == 2
     assert "--rows: got 0" in capsys.readouterr().err
 
@@ -28,12 +26,14 @@ def branch(script, pair_flags):
     return lambda *arguments: run(*fixed, "--max_context", 128, *arguments)
 
 
-def test_branches_are_compared_and_saved(branch, tmp_path, capsys):
-    """Seeds x temperatures x widths; a saved point gives the same branches."""
+def test_branches_are_compared_saved_and_gone_on_with(branch, script, pair_flags, tmp_path, capsys):
+    """Seeds x temperatures x widths; a saved point gives the same branches, to the same pair."""
     kinds = ["--seeds", "1,2", "--temperatures", "0,0.9", "--max_new_tokens", 24, "--json"]
-    point = ["--prompt", "def add", "--at", 8]
-    assert branch(*point, *kinds, "--widths", "3,1", "--save", tmp_path / "point") == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kinds += ["--widths", "3,1"]
+    point = ["--prompt", "def add", "--at", 8, "--save", tmp_path / "point"]
+    assert branch(*point, *kinds) == 0
+    written = capsys.readouterr().out
+    rows = [json.loads(line) for line in written.splitlines()]
     assert [(r["temperature"], r["draft_tokens"], r["seed"]) for r in rows] == [
         (heat, width, seed) for heat in (0, 0.9) for width in (3, 1) for seed in (1, 2)
     ]
@@ -42,21 +42,11 @@ def test_branches_are_compared_and_saved(branch, tmp_path, capsys):
     assert all(row["prefilled"] == 0 and row["as_first"] >= 8 for row in rows)
     hot = [row["text"] for row in rows if row["temperature"] > 0]
     assert hot[0] != hot[1]
-
-
-def test_a_saved_point_goes_on(script, pair_flags, tmp_path, capsys):
-    fixed = ["--target", pair_flags["target"], "--draft", pair_flags["dflash2"]]
-    fixed += ["--max_context", 128, "--max_new_tokens", 24, "--temperatures", 0.9, "--seeds", "1,2"]
-    first = script("branch")
-    saved = ["--prompt", "def add", "--at", 8, "--save", tmp_path / "point"]
-    assert first(*fixed, *saved, "--json") == 0
-    wanted = capsys.readouterr().out
-    again = script("branch")
-    assert again(*fixed, "--load", tmp_path / "point", "--json") == 0
-    assert capsys.readouterr().out == wanted
-    other = script("branch")
-    fixed[3] = pair_flags["dflash"]
-    assert other(*fixed, "--load", tmp_path / "point") == 2
+    pair = ["--target", pair_flags["target"], "--rows", 2, "--max_context", 128]
+    again = ["--load", tmp_path / "point", *pair, *kinds]
+    assert script("branch")("--draft", pair_flags["dflash2"], *again) == 0
+    assert capsys.readouterr().out == written
+    assert script("branch")("--draft", "none", *again) == 2
     assert "draft: the checkpoint is of" in capsys.readouterr().err
 
 
