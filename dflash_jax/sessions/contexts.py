@@ -192,7 +192,6 @@ class Contexts:
         """The kept checkpoint with the most tokens of those that the prompt begins with."""
         if self.budget is None:
             return None
-        self._counts.lookups += 1
         for length in sorted(self._lengths, reverse=True):
             found = self._kept.get(tuple(prompt[:length])) if length <= len(prompt) else None
             if found is None:
@@ -203,11 +202,17 @@ class Contexts:
                 logging.warning("a kept checkpoint is left out: %s", error)
                 self._drop(found)
                 continue
-            self._counts.hits += 1
-            self._counts.tokens_saved += found.frontier
             self.touch(found)
             return found
         return None
+
+    def count_lookup(self, found: Checkpoint | None) -> None:
+        """Notes that a request started, and what `longest_prefix` found for it."""
+        if self.budget is not None:
+            self._counts.lookups += 1
+        if found is not None:
+            self._counts.hits += 1
+            self._counts.tokens_saved += found.frontier
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """It is the most recently used one from now on."""

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 
 import numpy as np
+from absl import logging
 
 from dflash_jax.decoding.result import Round
 from dflash_jax.io.tokenizer import Tokenizer
@@ -117,6 +118,7 @@ class Schedule:
         except OutOfPagesError as error:
             seat.request.error = error
             self._end(seat.request, "error")
+            self.batch.release(seat.row)
 
     # --- a step ---
 
@@ -128,22 +130,25 @@ class Schedule:
 
     def _move_in(self, row: int, request: Request) -> bool:
         """Gives a row to the first in the queue; False where it must wait for pages."""
-        if request.origin is None:
-            request.origin = self.contexts.longest_prefix(request.prompt)
-        origin = request.origin
+        own = request.origin
+        origin = request.origin = own or self.contexts.longest_prefix(request.prompt)
         frontier = 0 if origin is None else origin.frontier
         try:
             seat = Seat(row, request, self.tokenizer, frontier, self._turns)
             self._give_row(row, request, origin)
         except Exception as error:  # a tokenizer or a file may raise anything; the others go on
             if isinstance(error, OutOfPagesError) and any(self._seats):
+                request.origin = own
                 return False
             self._queue.popleft()
-            request.origin, request.error = None, error
+            logging.warning("%r ended by %r", request, error)
+            request.error = error
             self._end(request, "error")
             return True
         self._queue.popleft()
         request.origin, request.restored = None, frontier
+        if own is None:
+            self.contexts.count_lookup(origin)
         self._seats[row], self._resting[row] = seat, None
         if self._turns and seat.at_turn:
             request.turn = weakref.ref(origin)
@@ -254,7 +259,7 @@ class Schedule:
         self._tell(seat)
 
     def _end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
+        request.finish_reason, request.origin = reason, None
         self._ended.append(request)
         seat = self.seat_of(request)
         if seat is not None:

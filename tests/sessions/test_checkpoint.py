@@ -336,7 +336,7 @@ def test_every_field_of_the_record_is_needed(saved):
             dataclasses.replace(saved.record, frontier=wrong)
 
 
-def test_nothing_is_left_behind(saved):
+def test_nothing_is_left_behind():
     """Dropped checkpoints give their pages back, restored requests take none along."""
     engine = small.new_engine("dflash")
     wanted = dict(prompt=[1, 2, 3], max_new_tokens=30, eos_ids=(), stop=())
@@ -388,3 +388,19 @@ def test_going_on_in_another_process(sampling, tmp_path):
     assert (prefilled, restored) == (0, checkpoint.frontier)
     with np.load(tmp_path / "parts.npz") as theirs:
         assert_same_parts(dict(theirs), arrays)
+
+
+def test_rows_at_rest_do_not_write_to_pages_that_were_taken_from_them():
+    """Their pending features must not land in the draft context of whoever has the pages now."""
+    wanted = dict(prompt=tiny.prompts(2)[1][:50], max_new_tokens=40, ignore_eos=True)
+    whole, arrays = uninterrupted(shared("dflash"), **wanted)
+    engine = small.new_engine("dflash", pool_tokens=small.CONTEXT)
+    resting = [engine.submit([seed], max_new_tokens=30, ignore_eos=True) for seed in range(3)]
+    engine.run()
+    state = engine.batch.state
+    assert (np.asarray(state.frontier) > np.asarray(state.context_frontier))[:3].all()
+    request = finish(engine, engine.submit(**wanted))  # needs the pages of all three
+    with pytest.raises(ValueError, match="has no state"):
+        engine.checkpoint(resting[1])
+    assert said(request) == whole
+    assert_same_parts(final_parts(engine, request), arrays)
