@@ -49,7 +49,10 @@ def _start(subject: Subject, sampling: Sampling, rows: int) -> tuple[SequenceSta
     controls = make_controls([sampling] * rows)
     seeds = jnp.zeros(rows, jnp.uint32)
     # One page: a prompt and its sequences are a few tokens.
-    state = init_sequences(spec.target, spec.draft, seeds, PAGE_SIZE, spec.width, spec.dtype)
+    state = init_sequences(
+        spec.target, spec.draft, seeds, PAGE_SIZE, spec.width, spec.dtype,
+        context_dtype=spec.context_dtype,
+    )  # fmt: skip
     tokens = jnp.tile(jnp.asarray(subject.prompt, jnp.int32), (rows, 1))
     state = _prefill(spec, subject.weights, state, tokens, jnp.full(rows, len(subject.prompt)))
     return state, controls
@@ -245,7 +248,10 @@ def sampled_sequences(
     prompts[:, : len(subject.prompt)] = subject.prompt
     seeds = jnp.asarray(seeds, jnp.uint32)
     capacity = padded + length
-    state = init_sequences(spec.target, spec.draft, seeds, capacity, spec.width, spec.dtype)
+    state = init_sequences(
+        spec.target, spec.draft, seeds, capacity, spec.width, spec.dtype,
+        context_dtype=spec.context_dtype,
+    )  # fmt: skip
     lengths = jnp.full(rows, len(subject.prompt), jnp.int32)
     state = prefill_prompts(spec, subject.weights, state, jnp.asarray(prompts), lengths, controls)
     budget = jnp.full(rows, length, jnp.int32)

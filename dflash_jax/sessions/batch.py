@@ -35,7 +35,13 @@ class Batch:
         self.spec, self.rows, self.chunk = spec, rows, chunk
         self._stop_columns = stop_columns
         self.state = init_sequences(
-            spec.target, spec.draft, jnp.zeros(rows, jnp.uint32), capacity, spec.width, spec.dtype
+            spec.target,
+            spec.draft,
+            jnp.zeros(rows, jnp.uint32),
+            capacity,
+            spec.width,
+            spec.dtype,
+            context_dtype=spec.context_dtype,
         )
         self.controls = make_controls([Sampling()] * rows, width=stop_columns)
         self._programs = Programs(spec, weights, self.state, self.controls, chunk, report)

@@ -100,13 +100,18 @@ def init_sequences(
     block_width: int,
     dtype: DType,
     page_size: int = PAGE_SIZE,
+    context_dtype: DType | None = None,
 ) -> SequenceState:
-    """B empty sequences of up to `capacity` tokens; their blocks are `block_width` wide."""
+    """B empty sequences of up to `capacity` tokens; their blocks are `block_width` wide.
+
+    Args:
+      context_dtype: the draft context's, where it is not `dtype`.
+    """
     rows = seed.shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     context = pending = None
     if draft is not None:
-        context = init_context(draft, rows, capacity, page_size, dtype)
+        context = init_context(draft, rows, capacity, page_size, context_dtype or dtype)
         features = len(draft.target_layer_ids) * target.hidden_size
         pending = jnp.zeros((rows, block_width, features), dtype)
     return SequenceState(
