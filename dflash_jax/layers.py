@@ -13,6 +13,19 @@ from dflash_jax.typing import Array, DType, Float
 from pallas_kernels.elementary import rms_norm
 
 
+def contract(
+    x: Float[Array, "... I"], weight: Float[Array, "O I"], out_dtype: DType | None = None
+) -> Float[Array, "... O"]:
+    """`x W^T`; see `Linear`."""
+    wider = jnp.promote_types(x.dtype, weight.dtype)
+    return jax.lax.dot_general(
+        x.astype(wider),
+        weight.astype(wider),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=out_dtype,
+    )
+
+
 class Linear(nn.Module):
     """`y = x W^T`, no bias, weight `[features, in]`; `zero` says that it starts at zero."""
 
@@ -24,12 +37,14 @@ class Linear(nn.Module):
     def __call__(
         self, x: Float[Array, "... I"], out_dtype: DType | None = None
     ) -> Float[Array, "... O"]:
-        """`out_dtype` keeps the product in another dtype than `x`, without a rounding between."""
+        """`out_dtype` keeps the product in another dtype than `x`, without a rounding between.
+
+        A weight held in another dtype than `x` meets it in the wider of the two.
+        """
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
         init = nn.initializers.zeros if self.zero else init
         weight = self.param("weight", init, (self.features, x.shape[-1]), self.dtype)
-        contracted = (((x.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x, weight, contracted, preferred_element_type=out_dtype)
+        return contract(x, weight, out_dtype)
 
 
 class RMSNorm(nn.Module):
@@ -81,5 +96,8 @@ class Embedding(nn.Module):
         # Token ids are range-checked at the public edge; JAX would clamp silently here.
         return jnp.take(self.weight, tokens, axis=0)
 
-    def attend(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        return jax.lax.dot_general(x, self.weight, (((x.ndim - 1,), (1,)), ((), ())))
+    def attend(
+        self, x: Float[Array, "... H"], out_dtype: DType | None = None
+    ) -> Float[Array, "... V"]:
+        """Products with every row; `out_dtype` as in `Linear`."""
+        return contract(x, self.weight, out_dtype)

@@ -14,6 +14,7 @@ import json
 import pathlib
 import sys
 import time
+from functools import partial
 
 import rich.console
 import rich.table
@@ -26,6 +27,7 @@ from experiments.exactness import (
     EXACT,
     SIGNIFICANCE,
     SIZES,
+    at_once,
     certify_greedy,
     certify_samples,
     certify_toys,
@@ -64,17 +66,21 @@ def main() -> None:
     started = time.monotonic()
     short = _SHORT.value
     sizes, controls = ([(4, 2, 4)], CONTROLS[3:]) if short else (SIZES, CONTROLS)
-    checks = certify_toys(sizes, controls, 16_384 if short else 131_072, _SEED.value)
+    checks = certify_toys(sizes, controls, 16_384 if short else 65_536, _SEED.value)
     plain_pair = load_pair(_TARGET.value, None)
     prompts = held_out_prompts(plain_pair.tokenizer, 8, 96)
     drafts = _DRAFTS.value[-1:] if short else _DRAFTS.value
     pairs = {name: load_pair(_TARGET.value, name) for name in drafts}
-    for name, pair in pairs.items():
-        checks += certify_samples(pair, name, prompts[0][:48], 512 if short else 2048)
+    trials = 512 if short else 2048
+    checks += at_once(
+        *(partial(certify_samples, pair, name, prompts[0][:48], trials)
+          for name, pair in pairs.items())
+    )  # fmt: skip
     if not short:
         plain = generate(plain_pair, prompts, draft_tokens=0, max_new_tokens=96, ignore_eos=True)
-        for name, pair in pairs.items():
-            checks.append(certify_greedy(pair, name, plain, prompts))
+        checks += at_once(
+            *(partial(certify_greedy, pair, name, plain, prompts) for name, pair in pairs.items())
+        )
     passed = correct_and_judge(checks)
     console = rich.console.Console()
     show(console, checks)

@@ -30,6 +30,9 @@ _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "tokens generated per pro
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
 _SEED = flags.DEFINE_integer("seed", 0, "prompt i has seed + i")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
+_CONTEXT_DTYPE = flags.DEFINE_string(
+    "context_dtype", None, "of the draft's context K/V, where not --dtype"
+)
 _ROWS = flags.DEFINE_integer("rows", 1, "prompts decoded together, 1..8")
 _JSON = flags.DEFINE_string("json", None, "file for the same figures as JSON")
 
@@ -51,6 +54,7 @@ def main() -> None:
         temperature=_TEMPERATURE.value,
         seed=_SEED.value,
         dtype=_DTYPE.value,
+        context_dtype=_CONTEXT_DTYPE.value,
         proposal_head=_HEAD.value,
     )
     show.print_comparison(rich.console.Console(), figures)

@@ -40,6 +40,9 @@ _SEED = flags.DEFINE_integer("seed", 0, "row i has seed + i")
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "tokens to generate per prompt")
 _MIN_NEW = flags.DEFINE_integer("min_new_tokens", 0, "tokens before a stop token may come")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
+_CONTEXT_DTYPE = flags.DEFINE_string(
+    "context_dtype", None, "of the draft's context K/V, where not --dtype"
+)
 _ROWS = flags.DEFINE_integer("rows", 1, "prompts decoded together, 1..8")
 _JSON = flags.DEFINE_bool("json", False, "one JSON object per prompt instead of colours")
 
@@ -71,7 +74,13 @@ def main() -> None:
     )
     prompts = read_prompts()
     draft = None if _DRAFT.value == "none" else _DRAFT.value
-    pair = load_pair(_TARGET.value, draft, _DTYPE.value, proposal_head=_HEAD.value)
+    pair = load_pair(
+        _TARGET.value,
+        draft,
+        _DTYPE.value,
+        proposal_head=_HEAD.value,
+        context_dtype=_CONTEXT_DTYPE.value,
+    )
     console = rich.console.Console()
     if not _JSON.value:
         spec, _ = plan(pair, _DRAFT_TOKENS.value)

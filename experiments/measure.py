@@ -162,6 +162,7 @@ def compare(
     temperature: float,
     seed: int,
     dtype: str,
+    context_dtype: str | None = None,
     proposal_head: str | None = None,
 ) -> dict:
     """Measures plain decoding and each draft in one run; see `experiments.compare`.
@@ -177,9 +178,11 @@ def compare(
     options = dict(rows=rows, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     pairs = {"plain": load_pair(target, None, dtype)}
     for name in drafts:
-        pairs[name] = load_pair(target, name, dtype)
+        pairs[name] = load_pair(target, name, dtype, context_dtype=context_dtype)
         if proposal_head is not None:
-            indexed = load_pair(target, name, dtype, proposal_head=proposal_head)
+            indexed = load_pair(
+                target, name, dtype, proposal_head=proposal_head, context_dtype=context_dtype
+            )
             pairs[f"{name}, {len(indexed.proposal_rows)} rows"] = indexed
     settings, same = [], None
     for name, pair in pairs.items():
@@ -205,6 +208,7 @@ def compare(
         "draft_tokens": draft_tokens,
         "prompts": len(prompts),
         "dtype": dtype,
+        "context_dtype": context_dtype or dtype,
         **options,
         "settings": settings,
     }

@@ -22,6 +22,9 @@ _DRAFT_TOKENS = flags.DEFINE_integer(
     "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
 )
 _DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
+_CONTEXT_DTYPE = flags.DEFINE_string(
+    "context_dtype", None, "of the draft's context K/V, where not --dtype"
+)
 _ROWS = flags.DEFINE_integer("rows", 1, "rows that decode together, 1..8")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "of each row")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
@@ -33,7 +36,7 @@ def main() -> None:
     if _ROUNDS.value < 1:
         raise ValueError(f"--rounds: got {_ROUNDS.value}, expected at least 1")
     draft = None if _DRAFT.value == "none" else _DRAFT.value
-    pair = load_pair(_TARGET.value, draft, _DTYPE.value)
+    pair = load_pair(_TARGET.value, draft, _DTYPE.value, context_dtype=_CONTEXT_DTYPE.value)
     prompts = held_out_prompts(pair.tokenizer, _ROWS.value, _PROMPT_TOKENS.value)
     figures = round_times.measure(
         pair,

@@ -25,6 +25,9 @@ _DRAFT_TOKENS = flags.DEFINE_integer(
     "draft_tokens", None, "proposals per round, 0..15; the trained block less one by default"
 )
 _DTYPE = flags.DEFINE_string("dtype", "float32", "float32 or bfloat16")
+_CONTEXT_DTYPE = flags.DEFINE_string(
+    "context_dtype", None, "of the draft's context K/V, where not --dtype"
+)
 _ROWS = flags.DEFINE_integer("rows", 4, "requests that run together, 1..8")
 _CONTEXT = flags.DEFINE_integer("max_context", 1024, "tokens of prompt and output per request")
 _CACHE = flags.DEFINE_string("compilation_cache", None, "directory of compiled programs to keep")
@@ -38,7 +41,8 @@ def main() -> None:
     if not left:
         console.print(f"all {len(requests)} requests are in {_OUTPUT.value}", highlight=False)
         return
-    pair = load_pair(_TARGET.value, None if _DRAFT.value == "none" else _DRAFT.value, _DTYPE.value)
+    draft = None if _DRAFT.value == "none" else _DRAFT.value
+    pair = load_pair(_TARGET.value, draft, _DTYPE.value, context_dtype=_CONTEXT_DTYPE.value)
     with rich.progress.Progress(console=console) as progress:
         engine = make_engine(pair, progress)
         console.print(engine.describe(), style="bold", highlight=False, soft_wrap=True)

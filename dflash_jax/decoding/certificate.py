@@ -6,6 +6,7 @@ is follows from the decision itself, as the measure of the uniforms that lead to
 probabilities that the code under test retains.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,13 +19,14 @@ from dflash_jax.decoding import acceptance, distribution, propose
 from dflash_jax.decoding import round as phases
 from dflash_jax.decoding.acceptance import Accepted, Proposal
 from dflash_jax.decoding.distribution import Controls, Sampling, make_controls
-from dflash_jax.decoding.loop import PREFILL_CHUNK, decode, prefill_prompts
+from dflash_jax.decoding.loop import decode
 from dflash_jax.decoding.propose import Lattice
 from dflash_jax.decoding.spec import Spec, Weights
 from dflash_jax.state.counts import count_output
-from dflash_jax.state.sequence import PAGE_SIZE, SequenceState, init_sequences
+from dflash_jax.state.sequence import SequenceState, init_sequences
 from dflash_jax.typing import Array, Float, Int
 
+_PAGE = 16  # positions; a toy's prompt and text fill one
 _BISECTIONS = 24  # float32 uniforms are multiples of 2**-23
 
 
@@ -37,21 +39,33 @@ class Subject(NamedTuple):
 
 
 _prefill = jax.jit(phases.prefill, static_argnums=0)
-_anchor_logits = jax.jit(phases.anchor_logits, static_argnums=0)
+_select_anchor = jax.jit(phases.select_anchor, static_argnums=0)
 _catch_up = jax.jit(phases.catch_up, static_argnums=0)
-_verify = jax.jit(phases.verify, static_argnums=0)
 _commit = jax.jit(phases.commit)
 
 
-def _start(subject: Subject, sampling: Sampling, rows: int) -> tuple[SequenceState, Controls]:
-    """`rows` copies of the prompt, processed; no anchor yet."""
-    spec = subject.spec
+@functools.partial(jax.jit, static_argnums=0)
+def _verify(spec, weights, state, tokens, count):
+    """Of a proposal verify reads no more than this: one program serves those of any form."""
+    return phases.verify(spec, weights, state, acceptance.point_mass(tokens, count))
+
+
+def _start(
+    subject: Subject, sampling: Sampling, rows: int, length: int
+) -> tuple[SequenceState, Controls]:
+    """`rows` copies of the prompt, processed, with room for `length` tokens; no anchor yet.
+
+    The prompt is one chunk of its own width: thousands of copies of a few tokens, padded as
+    generations pad theirs, would cost more than all that follows.
+    """
+    spec, tokens = subject.spec, jnp.asarray(subject.prompt, jnp.int32)
     controls = make_controls([sampling] * rows)
-    seeds = jnp.zeros(rows, jnp.uint32)
-    # One page: a prompt and its sequences are a few tokens.
-    state = init_sequences(spec.target, spec.draft, seeds, PAGE_SIZE, spec.width, spec.dtype)
-    tokens = jnp.tile(jnp.asarray(subject.prompt, jnp.int32), (rows, 1))
-    state = _prefill(spec, subject.weights, state, tokens, jnp.full(rows, len(subject.prompt)))
+    state = init_sequences(
+        spec.target, spec.draft, jnp.zeros(rows, jnp.uint32), len(tokens) + length, spec.width,
+        spec.dtype, page_size=_PAGE, context_dtype=spec.context_dtype,
+    )  # fmt: skip
+    count = jnp.full(rows, len(tokens))
+    state = _prefill(spec, subject.weights, state, jnp.tile(tokens, (rows, 1)), count)
     return state, controls
 
 
@@ -77,7 +91,12 @@ class Enumerator:
             )
             return distribution.target_distribution(processed, controls)
 
+        def first(weights, state, controls):
+            processed = phases.anchor_logits(subject.spec, weights, state, controls)
+            return distribution.target_distribution(processed, controls)
+
         self._law = jax.jit(law)
+        self._first = jax.jit(first)
         self._extra = _fresh(acceptance.extra_law)
         self._walk = _fresh(propose.walk)
         self._lattice = _fresh(propose.make_lattice, static_argnums=0)
@@ -94,10 +113,8 @@ class Enumerator:
         vocabulary = self.subject.spec.public_vocab
         # All prefixes of a level share one compiled shape.
         rows = vocabulary ** (length - 1)
-        state, controls = _start(self.subject, sampling, rows)
-        first = distribution.target_distribution(
-            _anchor_logits(self.subject.spec, self.subject.weights, state, controls), controls
-        )
+        state, controls = _start(self.subject, sampling, rows, length)
+        first = self._first(self.subject.weights, state, controls)
         reached = [np.zeros(vocabulary**level) for level in range(length + 1)]
         reached[1] += _public(np.asarray(first[0, 0]), vocabulary)
         for level in range(1, length):
@@ -118,10 +135,9 @@ class Enumerator:
             anchor=anchor, counts=count_output(state.counts, anchor[:, None], ones)
         )
         drafted = jnp.zeros((rows, spec.draft_tokens), jnp.int32)
-        nothing = acceptance.point_mass(drafted, 0 * ones)
         for column in range(1, prefixes.shape[1]):
             state = _catch_up(spec, weights, state)
-            verified = _verify(spec, weights, state, nothing)
+            verified = _verify(spec, weights, state, drafted, 0 * ones)
             tokens = np.full((rows, spec.width), -1, np.int32)
             tokens[:, 0] = prefixes[:, column]
             state = _commit(state, verified, Accepted(jnp.asarray(tokens), 0 * ones), ones)
@@ -132,7 +148,9 @@ class Enumerator:
         vocabulary = self.subject.spec.public_vocab
         prefixes = vocabulary**level
         for proposal, weight in self._proposals(state, controls, planned):
-            verified = _verify(self.subject.spec, self.subject.weights, state, proposal)
+            verified = _verify(
+                self.subject.spec, self.subject.weights, state, proposal.tokens, proposal.count
+            )
             law = self._law(
                 verified.logits, controls, state.counts, proposal.tokens, state.frontier
             )
@@ -235,19 +253,26 @@ def _measure(holds: Callable[[Array], Array], rows: int) -> Float[Array, "B"]:
 
 
 def sampled_sequences(
-    subject: Subject, sampling: Sampling, length: int, seeds: Sequence[int]
+    subject: Subject,
+    sampling: Sampling,
+    length: int,
+    seeds: Sequence[int],
+    rows: int | None = None,
 ) -> np.ndarray:
-    """`[N, length]` tokens of whole generations, one per seed, by the compiled loop itself."""
-    spec, rows = subject.spec, len(seeds)
-    controls = make_controls([sampling] * rows)
-    padded = -(-len(subject.prompt) // PREFILL_CHUNK) * PREFILL_CHUNK
-    prompts = np.zeros((rows, padded), np.int32)
-    prompts[:, : len(subject.prompt)] = subject.prompt
-    seeds = jnp.asarray(seeds, jnp.uint32)
-    capacity = padded + length
-    state = init_sequences(spec.target, spec.draft, seeds, capacity, spec.width, spec.dtype)
-    lengths = jnp.full(rows, len(subject.prompt), jnp.int32)
-    state = prefill_prompts(spec, subject.weights, state, jnp.asarray(prompts), lengths, controls)
+    """`[N, length]` tokens of whole generations, one per seed, by the compiled loop itself.
+
+    Args:
+      rows: how many run together (all, by default); it divides the number of seeds. The prompt is
+        processed once for all of them, since no seed enters before the first choice.
+    """
+    spec, weights, rows = subject.spec, subject.weights, rows or len(seeds)
+    start, controls = _start(subject, sampling, rows, length)
     budget = jnp.full(rows, length, jnp.int32)
-    _, progress = decode(spec, length, subject.weights, state, controls, budget)
-    return np.asarray(progress.tokens)
+    tokens = []
+    for part in np.asarray(seeds, np.uint32).reshape(-1, rows):
+        state = start._replace(seed=jnp.asarray(part))
+        # `decode` consumes its state.
+        state = jax.tree.map(jnp.copy, _select_anchor(spec, weights, state, controls))
+        _, progress = decode(spec, length, weights, state, controls, budget)
+        tokens.append(np.asarray(progress.tokens))
+    return np.concatenate(tokens)

@@ -65,13 +65,12 @@ class Job(NamedTuple):
 
 def make_weights(pair: Pair) -> Weights:
     """Parameters of a pair with a draft, the rows of its indexed head taken from the target's."""
-    if pair.proposal_rows is None:
-        return Weights(pair.target_params, pair.draft_params)
-    params = pair.target_params
-    tied = pair.target.tie_word_embeddings
-    head = params["model"]["embed_tokens"] if tied else params["lm_head"]
-    rows = take_rows(head["weight"], pair.proposal_rows)
-    return Weights(params, pair.draft_params, rows)
+    params, rows = pair.target_params, None
+    if pair.proposal_rows is not None:
+        tied = pair.target.tie_word_embeddings
+        head = params["model"]["embed_tokens"] if tied else params["lm_head"]
+        rows = take_rows(head["weight"], pair.proposal_rows)
+    return Weights(params, pair.draft_params, rows, pair.context_role)
 
 
 def plan(pair: Pair, draft_tokens: int | None = None) -> tuple[Spec, Weights]:
@@ -93,7 +92,8 @@ def plan(pair: Pair, draft_tokens: int | None = None) -> tuple[Spec, Weights]:
             pair.draft.block_size,
         )
     draft = pair.draft if draft_tokens else None
-    spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype)
+    context_dtype = pair.context_dtype if draft else None
+    spec = Spec(pair.target, draft, draft_tokens, pair.public_vocab, pair.dtype, context_dtype)
     return spec, make_weights(pair) if draft else Weights(pair.target_params, None)
 
 
@@ -143,6 +143,7 @@ def prepare(
             capacity,
             spec.width,
             pair.dtype,
+            context_dtype=spec.context_dtype,
         ),
         prompts=jnp.asarray(padded),
         lengths=jnp.asarray([len(tokens) for tokens in rows], jnp.int32),

@@ -81,7 +81,13 @@ def prefill(
     draft = state.draft
     if spec.draft is not None:
         draft = materialize(
-            spec.draft, weights.draft, draft, block.taps, frontier, count, compute_dtype(spec.dtype)
+            spec.draft,
+            weights.draft_context,
+            draft,
+            block.taps,
+            frontier,
+            count,
+            compute_dtype(spec.dtype),
         )
     return state._replace(
         frontier=frontier + count,
@@ -137,7 +143,7 @@ def catch_up(
         return state._replace(context_frontier=frontier)
     draft = materialize(
         spec.draft,
-        weights.draft,
+        weights.draft_context,
         state.draft,
         state.pending,
         start,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.draft.context import overlaid
 from dflash_jax.draft.proposal_head import ProposalHead
 from dflash_jax.precision import compute_dtype
 from dflash_jax.target.model import TargetModel
@@ -20,6 +21,7 @@ class Spec:
     draft_tokens: K, proposals of a block; the block is W = K + 1 columns wide.
     public_vocab: token ids from here on are padding of embedding and head.
     dtype: name of the compute dtype.
+    context_dtype: of the stored context K/V where that role is represented apart; None: `dtype`.
     """
 
     target: TargetConfig
@@ -27,6 +29,7 @@ class Spec:
     draft_tokens: int
     public_vocab: int
     dtype: str = "float32"
+    context_dtype: str | None = None
 
     def __post_init__(self):
         if self.draft is None and self.draft_tokens:
@@ -56,11 +59,18 @@ class Weights(NamedTuple):
     """Parameter trees of the pair; draft is None for plain decoding.
 
     proposal_head: the rows that a draft proposes from; None is the target's whole head.
+    context_role: K/V projections of the context role; None: the query block's serve both roles.
     """
 
     target: Params
     draft: Params | None
     proposal_head: ProposalHead | None = None
+    context_role: Params | None = None
+
+    @property
+    def draft_context(self) -> Params | None:
+        """The draft's parameters as its context uses them."""
+        return overlaid(self.draft, self.context_role)
 
 
 def apply_target(spec: Spec, weights: Weights, *args, **kwargs):

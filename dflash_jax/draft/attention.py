@@ -36,7 +36,11 @@ class DraftAttention(nn.Module):
     def project(
         self, c: Float[Array, "... H"], key_dtype: DType | None = None
     ) -> tuple[Array, Array]:
-        """Raw key (in `key_dtype`) and value `[..., K, D]`: neither normed nor rotated."""
+        """Raw key (in `key_dtype`) and value `[..., K, D]`: neither normed nor rotated.
+
+        Weights held in another dtype than `c`, as a role of their own may be, give values of the
+        wider one.
+        """
         return self._heads(self.k_proj(c, key_dtype)), self._heads(self.v_proj(c))
 
     def __call__(

@@ -14,6 +14,17 @@ from pallas_kernels.elementary import normed_key
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sliding_window_attention import sliding_window_attention
 
+# Modules whose weights serve both roles, context and query block (specification, context K/V).
+# Where one role is represented apart, these are what is held a second time.
+CONTEXT_ROLE = ("k_proj", "v_proj")
+
+
+def overlaid(params: Params, role: Params | None) -> Params:
+    """`params` with the leaves of `role` in place of its own; None changes nothing."""
+    if not isinstance(role, dict):
+        return params if role is None else role
+    return {name: overlaid(value, role.get(name)) for name, value in params.items()}
+
 
 def materialize(
     config: DraftConfig,
@@ -28,6 +39,11 @@ def materialize(
 
     Prompt tokens do not run through the draft's stack: features are projected to keys and
     values and stored. Columns from `count[b]` on are never stored.
+
+    Args:
+      params: the draft's, with the K/V projections of the context role.
+      context: its dtypes are what is stored.
+      dtype: of the activations up to the projections.
     """
     model = DraftModel(config, dtype)
     key, value, gain = model.apply({"params": params}, features, method="context")

@@ -6,10 +6,10 @@ It changes what is proposed, never what is emitted.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftConfig
+from dflash_jax.layers import contract
 from dflash_jax.typing import Array, Float, Int
 
 
@@ -27,8 +27,7 @@ def take_rows(head: Float[Array, "V H"], token_ids: Int[Array, "M"]) -> Proposal
 
 def head_scores(head: ProposalHead, hidden: Float[Array, "... H"]) -> Float[Array, "... M"]:
     """Float32 products with the head's rows, as the whole head would give them."""
-    contracted = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden, head.weight, contracted).astype(jnp.float32)
+    return contract(hidden, head.weight, jnp.float32)
 
 
 def to_token_ids(head: ProposalHead | None, rows: Int[Array, "..."]) -> Int[Array, "..."]:

@@ -26,7 +26,8 @@ def fingerprint(pair: Pair, drafting: bool) -> dict[str, str]:
         if pair.draft is None:
             drafts = "none"
         else:
-            drafts = _name(pair.draft, pair.draft_params, pair.proposal_rows)
+            role = (pair.context_dtype, pair.context_role)
+            drafts = _name((pair.draft, role[0]), pair.draft_params, role[1], pair.proposal_rows)
         _known[pair] = names, drafts
     names, drafts = _known[pair]
     return names | {"draft": drafts if drafting else "none"}

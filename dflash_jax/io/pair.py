@@ -15,10 +15,11 @@ from dflash_jax.config import (
     parse_draft_config,
     parse_target_config,
 )
+from dflash_jax.draft.context import CONTEXT_ROLE
 from dflash_jax.io.proposal_head import FILE_NAME, read_token_ids
 from dflash_jax.io.tensors import read_params
 from dflash_jax.io.tokenizer import Tokenizer
-from dflash_jax.precision import compute_dtype
+from dflash_jax.precision import compute_dtype, separate_dtype
 from dflash_jax.typing import Params
 
 PRETRAINED = pathlib.Path(__file__).parents[1] / "pretrained"
@@ -31,6 +32,9 @@ class Pair:
     draft, draft_params: None for plain decoding.
     tokenizer: None when the target's directory has none; prompts are then token ids.
     dtype: compute dtype, "float32" or "bfloat16".
+    context_dtype: of the context K/V role where it is represented apart; None shares.
+    context_role: that role's K/V projections, held in `context_dtype`; None shares the query
+      block's, which are part of `draft_params`.
     proposal_rows: token ids of an indexed proposal head; None proposes from the whole head.
     """
 
@@ -41,6 +45,8 @@ class Pair:
     tokenizer: Tokenizer | None
     dtype: str
     proposal_rows: np.ndarray | None = None
+    context_dtype: str | None = None
+    context_role: Params | None = None
 
     @property
     def public_vocab(self) -> int:
@@ -58,9 +64,10 @@ class Pair:
         """One line for start-up: what drafts, how wide it was trained, which causality rule."""
         if self.draft is None:
             return f"plain decoding, {self.dtype}"
+        apart = f" with {self.context_dtype} context K/V" if self.context_dtype else ""
         return (
             f"{self.draft.name}, trained block {self.draft.block_size}, "
-            f"{self.draft.causality.value} block attention, {self.dtype}{self._head()}"
+            f"{self.draft.causality.value} block attention, {self.dtype}{apart}{self._head()}"
         )
 
     def _head(self) -> str:
@@ -95,6 +102,7 @@ def load_pair(
     *,
     absent_causality: Causality = Causality.NON_CAUSAL,
     proposal_head: str | None = None,
+    context_dtype: str | None = None,
 ) -> Pair:
     """Loads a target and, unless `draft` is None, a draft for it.
 
@@ -105,6 +113,8 @@ def load_pair(
       absent_causality: what a draft config without `is_causal` means.
       proposal_head: file of an indexed proposal head; "beside" is the one in the draft's
         directory. None proposes from the target's whole head.
+      context_dtype: how the context K/V role is represented, its projections and what is stored:
+        "float32" or "bfloat16". None shares the weights and the dtype of the query block.
 
     Raises:
       ConfigError, CheckpointError, TokenizerError, ValueError: all ValueErrors whose message
@@ -116,14 +126,31 @@ def load_pair(
     tokenizer = None
     if (directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(directory)
-    draft_config = draft_params = None
+    draft_config = draft_params = role = None
+    apart = separate_dtype("context_dtype", context_dtype, dtype)
+    if apart and draft is None:
+        raise ValueError(f"context_dtype: got {context_dtype!r} without a draft")
     if draft is not None:
         draft_directory = resolve(draft)
         draft_config = parse_draft_config(draft_directory, absent_causality=absent_causality)
         check_pair(target_config, draft_config, tokenizer.vocab_size if tokenizer else None)
         draft_params = read_params(draft_directory, draft_config, activations)
+        if apart:
+            # From the file, so that a wider role is not rounded through the narrower one.
+            role = read_params(
+                draft_directory, draft_config, compute_dtype(apart), only=CONTEXT_ROLE
+            )
     target_params = read_params(directory, target_config, activations)
-    pair = Pair(target_config, target_params, draft_config, draft_params, tokenizer, dtype)
+    pair = Pair(
+        target_config,
+        target_params,
+        draft_config,
+        draft_params,
+        tokenizer,
+        dtype,
+        context_dtype=apart,
+        context_role=role,
+    )
     if proposal_head is not None:
         if draft is None:
             raise ValueError(f"proposal_head: got {proposal_head!r} without a draft")

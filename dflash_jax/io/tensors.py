@@ -4,7 +4,7 @@ import collections
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -131,7 +131,11 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 
 
 def read_params(
-    directory: str | os.PathLike[str], config: Config, dtype: DType | None = None
+    directory: str | os.PathLike[str],
+    config: Config,
+    dtype: DType | None = None,
+    *,
+    only: Collection[str] | None = None,
 ) -> Params:
     """Loads the weights of a target or draft as a params tree.
 
@@ -144,6 +148,8 @@ def read_params(
       config: its geometry; decides which tensors must be there and their shapes.
       dtype: float32, bfloat16 or float16; None keeps the file's. `A_log` and `dt_bias` are
         float32 in any case.
+      only: names of modules; the tree then has their weights and no others, though all are
+        checked.
 
     Returns:
       Nested dicts of `jax.Array`.
@@ -185,6 +191,8 @@ def read_params(
             for name in file.keys():
                 if name in spec_of and name not in repeated:
                     spec = spec_of[name]
+                    if only is not None and spec.path[-2] not in only:
+                        continue
                     kept = np.dtype(np.float32) if spec.keep_float32 else dtype
                     _insert(params, spec, _to_jax(file.get_tensor(name), kept))
     return params

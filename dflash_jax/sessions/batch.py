@@ -52,6 +52,7 @@ class Batch:
             spec.dtype,
             page_size,
             pages,
+            context_dtype=spec.context_dtype,
         )
         self.controls = make_controls([Sampling()] * rows, width=stop_columns)
         self.allocator = PageAllocator(pages, page_size)

@@ -72,7 +72,15 @@ def memory_plan(
     def sequences():
         seeds = jnp.zeros(rows, jnp.uint32)
         return init_sequences(
-            spec.target, spec.draft, seeds, max_context, spec.width, spec.dtype, page_size, pages
+            spec.target,
+            spec.draft,
+            seeds,
+            max_context,
+            spec.width,
+            spec.dtype,
+            page_size,
+            pages,
+            spec.context_dtype,
         )
 
     state = jax.eval_shape(sequences)

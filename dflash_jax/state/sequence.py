@@ -113,17 +113,20 @@ def init_sequences(
     dtype: DType,
     page_size: int = PAGE_SIZE,
     pages: int | None = None,
+    context_dtype: DType | None = None,
 ) -> SequenceState:
     """B empty sequences of up to `capacity` tokens; their blocks are `block_width` wide.
 
     Args:
       pages: of every paged store, owned by no row yet; None gives each row its own.
+      context_dtype: the draft context's, where it is not `dtype`.
     """
     rows = seed.shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     context = pending = None
     if draft is not None:
-        context = init_context(draft, rows, capacity, page_size, dtype, pages)
+        own = context_dtype or dtype
+        context = init_context(draft, rows, capacity, page_size, own, pages)
         features = len(draft.target_layer_ids) * target.hidden_size
         pending = jnp.zeros((rows, block_width, features), dtype)
     return SequenceState(

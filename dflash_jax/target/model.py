@@ -165,9 +165,7 @@ class TargetModel(nn.Module):
         return self.model.embed_tokens(tokens)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        """Float32 scores over every head row."""
+        """Float32 scores over every head row: never rounded to the activations' dtype."""
         if self.config.tie_word_embeddings:
-            scores = self.model.embed_tokens.attend(hidden)
-        else:
-            scores = self.lm_head(hidden)
-        return scores.astype(jnp.float32)
+            return self.model.embed_tokens.attend(hidden, jnp.float32)
+        return self.lm_head(hidden, jnp.float32)

@@ -20,7 +20,8 @@ from dflash_jax.decoding.acceptance import (
 from dflash_jax.decoding.distribution import Sampling, make_controls, target_distribution
 from dflash_jax.decoding.randomness import Purpose
 from dflash_jax.io.tensors import stream_tensors
-from dflash_jax.state.counts import init_counts
+from dflash_jax.state.counts import count_output, count_prompt, init_counts
+from experiments.target_law import next_token_law
 from pallas_kernels.candidate_selector import candidate_selector
 
 TRIALS = 131_072
@@ -322,6 +323,60 @@ def test_padded_ids_are_neither_accepted_nor_emitted():
     assert seen == set(range(PUBLIC))
     greedy = run_accept(logits, proposal, 0.0)
     np.testing.assert_array_equal(greedy.tokens, [[0, -1, -1, -1, -1]] * ROWS)
+
+
+PENALISED = [
+    Sampling(presence_penalty=2.0),
+    Sampling(frequency_penalty=0.7),
+    Sampling(repetition_penalty=1.6),
+    Sampling(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("guess", ["always the best of no history", "what plain decoding emits"])
+def test_penalties_inside_a_block_are_those_of_plain_decoding(guess):
+    """Constant logits (5, 4, 0, 0): rounds emit what single steps emit, and count it once.
+
+    With presence 2 and proposals 0 0 0 the first block gives 0 (accepted) and 1 (correction).
+    Rejected proposals leave no trace in the counts.
+    """
+    rows, tokens, logits = len(PENALISED), 12, np.float32([5, 4, 0, 0])
+    prompt = [1, 2]
+    plain = [[] for _ in PENALISED]
+    for output, sampling in zip(plain, PENALISED, strict=True):
+        while len(output) < tokens + 3:
+            output.append(int(next_token_law(logits, sampling, prompt, output).argmax()))
+    assert plain[0][:3] == [0, 1, 0]
+
+    counts = count_prompt(
+        init_counts(rows, 4), jnp.tile(jnp.array(prompt), (rows, 1)), jnp.full(rows, 2)
+    )
+    controls, made = make_controls(PENALISED), [[] for _ in PENALISED]
+    lengths = set()
+    while min(map(len, made)) < tokens:
+        drafted = np.zeros((rows, 3), np.int32)
+        if guess.startswith("what"):
+            for row, output in enumerate(made):
+                ahead = plain[row][len(output) :][:3]
+                drafted[row, : len(ahead)] = ahead
+        result = jitted_accept(
+            jnp.tile(logits, (rows, 4, 1)),
+            point_mass(jnp.asarray(drafted), jnp.full(rows, 3)),
+            controls,
+            counts,
+            jnp.zeros(rows, jnp.uint32),
+            jnp.asarray([2 + len(output) for output in made]),
+            4,
+        )
+        counts = count_output(counts, result.tokens, result.licensed)
+        for output, licensed, row in zip(made, result.licensed, result.tokens, strict=True):
+            output += np.asarray(row)[:licensed].tolist()
+            lengths.add(int(licensed))
+        for row, output in enumerate(made):
+            np.testing.assert_array_equal(counts.output[row], np.bincount(output, minlength=4))
+    for output, expected in zip(made, plain, strict=True):
+        assert output[:tokens] == expected[:tokens]
+    assert len(lengths) > 1 or guess.startswith("what")
 
 
 def test_a_row_is_the_same_alone_and_in_any_place(rng, logits):

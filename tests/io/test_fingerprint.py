@@ -53,5 +53,7 @@ def test_configuration_dtype_and_head_count():
     assert differing(target=config) == ["target"]
     assert differing(draft=dataclasses.replace(PAIR.draft, sliding_window=9)) == ["draft"]
     assert differing(dtype="bfloat16") == ["dtype"]
+    assert differing(context_dtype="bfloat16") == ["draft"]
+    assert differing(context_role={"k": jnp.ones(3)}) == ["draft"]
     rows = np.arange(10)
     assert differing(proposal_rows=rows) == ["draft"]
