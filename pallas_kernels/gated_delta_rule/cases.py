@@ -74,6 +74,7 @@ def _case(geometry, rows, tokens, part) -> Case:
         minimum_bytes=minimum,
         moved_bytes=moved,
         flops=flops,
+        in_place=(0,) if part == "fold" else (),
     )
 
 
