@@ -121,8 +121,7 @@ def _triton_walk(cases: list[Case], most_calls: int, copy: float, say: Say) -> l
 
 def _round(plan: Plan, say: Say) -> list[str]:
     needed = device_round.needed_bytes(plan.spec, plan.rows, plan.capacity)
-    # A CPU does not say what it has.
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = device_round.memory_limit()
     if limit is not None and limit < needed:
         return [
             f"round: left out, it needs {needed / 1e9:.0f} GB and JAX may take {limit / 1e9:.0f} "
