@@ -102,7 +102,8 @@ def compile_program(
       donate: operands whose memory the outputs may take.
 
     Raises:
-      RuntimeError: XLA refuses the program; a kernel with too much shared memory, say.
+      RuntimeError: XLA refuses the program: a kernel that spills registers or needs too much
+        shared memory, say.
     """
     topology = topologies.get_topology_desc(
         "", platform="cuda", topology="1x1x1", target_config=_target_config(gpu)
@@ -113,8 +114,9 @@ def compile_program(
     )
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = jax.jit(function, donate_argnums=donate).trace(*described).lower()
+    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     with tempfile.TemporaryDirectory() as folder:
-        return lowered.compile(compiler_options=_compilers(pathlib.Path(folder)))
+        return lowered.compile(compiler_options=options | _compilers(pathlib.Path(folder)))
 
 
 def inspect(compiled: jax.stages.Compiled) -> Program:
@@ -152,7 +154,7 @@ def _operations(text: str):
             yield found[2], re.findall(r"\w+\[[\d,]*\]", found[1]), line
 
 
-def _compilers(folder: pathlib.Path) -> dict:
+def _compilers(folder: pathlib.Path) -> dict[str, str]:
     """Options that lead XLA to the assembler and device library of the `triton` package.
 
     Without that package XLA looks for an installed CUDA toolkit.

@@ -14,9 +14,7 @@ from experiments import round_figures, round_programs
 from experiments.configs import qwen27b, tiny
 from pallas_kernels import cuda_topology
 from pallas_kernels.cuda_topology import Program
-
-_MISSING = cuda_topology.missing_plugin()
-needs_plugin = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+from tests.pallas_kernels.tools import needs_plugin
 
 
 @pytest.mark.parametrize(
