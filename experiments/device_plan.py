@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -14,6 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.shapes import Case
 
 Say = Callable[[str], None]
+PARTS = ("kernels", "round")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Plan:
     """A run of the check.
 
     Attributes:
+      parts: which of `PARTS` to run.
       kernels: implementation that is checked, "pallas" or "pallas_interpret".
-      cases: ops at shapes, the most important first.
+      cases: ops at shapes.
       spec: pair whose round is timed.
       rows: of that round.
       capacity: of a row, in tokens.
@@ -30,6 +32,7 @@ class Plan:
       most_calls: of an op in one program.
     """
 
+    parts: tuple[str, ...]
     kernels: str
     cases: tuple[Case, ...]
     spec: Spec
@@ -39,12 +42,13 @@ class Plan:
     most_calls: int
 
 
-def device_plan() -> Plan:
+def device_plan(parts: Sequence[str] = PARTS) -> Plan:
     """Every kernel and the round at 27B geometry, for a GPU.
 
     Raises:
-      ValueError: the first device is no GPU that the kernels run on.
+      ValueError: the first device is no GPU that the kernels run on, or an unknown part.
     """
+    parts = _checked(parts)
     capability, device = dispatch.compute_capability(), jax.devices()[0]
     if capability is None or capability < dispatch.LEAST_CAPABILITY:
         found = device.device_kind if capability is None else f"compute capability {capability}"
@@ -53,16 +57,24 @@ def device_plan() -> Plan:
             f"more; the first device here is {found} ({device.platform}). --interpret runs its "
             "logic on any machine"
         )
-    # One row first: a round of one row is what a limit of time must not cut off.
-    cases = sorted(device_figures.real_cases(), key=lambda case: not case.shape.endswith("B=1"))
+    cases = tuple(device_figures.real_cases())
     spec = round_programs.make_spec(qwen27b.TARGET, qwen27b.DFLASH2, "bfloat16")
-    return Plan("pallas", tuple(cases), spec, 1, 32768, 1000, device_figures.MOST_CALLS)
+    return Plan(parts, "pallas", cases, spec, 1, 32768, 1000, device_figures.MOST_CALLS)
 
 
-def interpreted_plan() -> Plan:
+def interpreted_plan(parts: Sequence[str] = PARTS) -> Plan:
     """The same at the embedded pair's geometry with interpreted kernels, for any machine."""
+    parts = _checked(parts)
     spec = round_programs.make_spec(tiny.TARGET, tiny.DFLASH2, "float32")
-    return Plan("pallas_interpret", tuple(device_figures.small_cases()), spec, 1, 512, 40, 2)
+    cases = tuple(device_figures.small_cases())
+    return Plan(parts, "pallas_interpret", cases, spec, 1, 512, 40, 2)
+
+
+def _checked(parts: Sequence[str]) -> tuple[str, ...]:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown or not parts:
+        raise ValueError(f"--parts: got {list(parts)}, expected some of {', '.join(PARTS)}")
+    return tuple(parts)
 
 
 def run(plan: Plan, say: Say, limit_s: float) -> list[str]:
@@ -86,13 +98,16 @@ def run(plan: Plan, say: Say, limit_s: float) -> list[str]:
         except (RuntimeError, TypeError, ValueError, ImportError) as error:
             failures.append(f"{name}: {type(error).__name__}: {error}")
 
-    one_row = [case for case in plan.cases if case.shape.endswith("B=1")]
+    cases = plan.cases if "kernels" in plan.parts else ()
+    # One row first: more rows are what a limit of time may cut off.
+    one_row = [case for case in cases if case.shape.endswith("B=1")]
     for case in one_row:
         step(f"{case.op} {case.shape}", _case, case, plan.kernels, plan.most_calls, copy)
-    if plan.kernels == "pallas":
+    if one_row and plan.kernels == "pallas":
         step("candidate_selector (triton)", _triton_walk, one_row, plan.most_calls, copy)
-    step("round", _round, plan)
-    for case in plan.cases:
+    if "round" in plan.parts:
+        step("round", _round, plan)
+    for case in cases:
         if case not in one_row:
             step(f"{case.op} {case.shape}", _case, case, plan.kernels, plan.most_calls, copy)
     return failures

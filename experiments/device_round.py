@@ -190,4 +190,4 @@ def _timed_draft(compiled, state, fixed):
 
 def _compile(function, moving, fixed, *, donate: bool):
     lowered = jax.jit(function, donate_argnums=(0,) if donate else ()).lower(moving, fixed)
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS | round_programs.XLA_OPTIONS)

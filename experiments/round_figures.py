@@ -42,7 +42,11 @@ def figures(part: Part, gpu: Gpu) -> dict:
     row = {"program": part.name, "gpu": gpu.device_kind, "architecture": f"sm_{gpu.architecture}"}
     try:
         compiled = cuda_topology.compile_program(
-            part.function, *part.operands, gpu=gpu, donate=part.donate
+            part.function,
+            *part.operands,
+            gpu=gpu,
+            donate=part.donate,
+            options=round_programs.XLA_OPTIONS,
         )
     except RuntimeError as error:
         return row | {"failures": [f"{part.name} {row['architecture']}: {error}"]}

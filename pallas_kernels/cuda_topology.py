@@ -12,7 +12,8 @@ import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -92,7 +93,11 @@ def missing_plugin() -> str | None:
 
 
 def compile_program(
-    function: Callable, *operands, gpu: Gpu, donate: tuple[int, ...] = ()
+    function: Callable,
+    *operands,
+    gpu: Gpu,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compiles `function(*operands)` as if `gpu` were the only device.
 
@@ -100,6 +105,7 @@ def compile_program(
       operands: arrays or `jax.ShapeDtypeStruct`s in any structure.
       gpu: one of `cuda_compile.A100` and `H200`.
       donate: operands whose memory the outputs may take.
+      options: XLA's, by name.
 
     Raises:
       RuntimeError: XLA refuses the program: a kernel that spills registers or needs too much
@@ -114,7 +120,7 @@ def compile_program(
     )
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = jax.jit(function, donate_argnums=donate).trace(*described).lower()
-    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True, **(options or {})}
     with tempfile.TemporaryDirectory() as folder:
         return lowered.compile(compiler_options=options | _compilers(pathlib.Path(folder)))
 

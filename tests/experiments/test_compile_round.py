@@ -158,8 +158,8 @@ def test_the_27b_round_compiles_and_updates_in_place(program, gpu):
         "commit": {"gated_delta_fold": 1},
     }
     assert row["kernels"] == kernels[program]
-    # Measured: 54, 303 and 3 MB; a key ring has 21 MB, a pool of pages 1,074 MB.
-    assert row["temporary_bytes"] < 400e6
+    # Measured: 11, 75 and 3 MB; a layer's four projections have 169 MB, a page pool 1,074 MB.
+    assert row["temporary_bytes"] < 150e6
 
 
 def test_the_script_says_what_is_missing(script, monkeypatch, capsys):

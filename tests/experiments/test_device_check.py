@@ -165,7 +165,7 @@ def test_rounds_that_differ_are_seen():
 
 
 def plan(spec, *cases):
-    return device_plan.Plan("pallas_interpret", cases, spec, 1, 64, 1, 2)
+    return device_plan.Plan(device_plan.PARTS, "pallas_interpret", cases, spec, 1, 64, 1, 2)
 
 
 def test_a_step_that_fails_does_not_stop_the_others(spec, monkeypatch):
@@ -187,6 +187,15 @@ def test_what_does_not_begin_in_time_is_named(spec):
     assert failures == [f"{name}: left out, the limit of 0 s is over" for name in names]
 
 
+def test_parts_are_chosen(spec):
+    lines = []
+    only = dataclasses.replace(plan(spec, scaled(1.0)), parts=("kernels",))
+    assert device_plan.run(only, lines.append, 600) == []
+    assert [line.split()[0] for line in lines] == ["copy", "scaled"]
+    with pytest.raises(ValueError, match="--parts: got .'speed'., expected some of kernels, round"):
+        device_plan.interpreted_plan(["speed"])
+
+
 def test_an_old_gpu_is_refused():
     old = dataclasses.replace(cuda_compile.A100, compute_capability="7.5")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=old)):
@@ -202,12 +211,12 @@ def test_the_script_refuses_a_machine_without_a_gpu(script, capsys):
 
 def test_the_script_ends_with_what_failed(script, capsys, monkeypatch, spec):
     check = script("device_check")
-    monkeypatch.setattr(device_plan, "interpreted_plan", lambda: plan(spec, scaled(1.01)))
+    monkeypatch.setattr(device_plan, "interpreted_plan", lambda _: plan(spec, scaled(1.01)))
     monkeypatch.setattr(device_round, "measure", lambda *_: ({}, {}, []))
     assert check("--interpret") == 1
     printed = capsys.readouterr()
     assert "everything was checked" not in printed.out
     assert printed.err.startswith("failed: scaled tiny B=1")
-    monkeypatch.setattr(device_plan, "interpreted_plan", lambda: plan(spec, scaled(1.0)))
+    monkeypatch.setattr(device_plan, "interpreted_plan", lambda _: plan(spec, scaled(1.0)))
     assert check("--interpret") == 0
     assert capsys.readouterr().out.endswith("everything was checked\n")
