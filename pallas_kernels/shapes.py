@@ -1,7 +1,7 @@
 """Shapes of real models, named once for tests, compile checks and benchmarks.
 
 The numbers are those of the checkpoints' `config.json`; a test compares them with the copies
-kept beside the tests where there is one.
+kept beside the tests where there is one (not for the 4B pair).
 """
 
 import dataclasses
@@ -118,8 +118,11 @@ GEOMETRIES = (
         ),
     ),
     Geometry(
-        # Qwen3.5-4B-DFlash, whose layers are all full. No copy of either config is at hand: the
-        # draft's heads are those of its larger siblings.
+        # Qwen3.5-4B-DFlash as first released, all layers full, on a target of Qwen3.5-4B's shape.
+        # No copy of the two configs is at hand: the target's heads are those that model cards of
+        # its derivatives state, the draft's those of SpecForge's `qwen3.5-4b-dflash.json`. A later
+        # release of the draft is said to have five sliding layers of 4,096 slots before one full
+        # layer; its attention then has the shapes of the 35B draft above.
         "4b-dflash",
         Draft(
             hidden=2560, heads=32, kv_heads=8, head_dim=128, local_layers=0, full_layers=5,
@@ -159,6 +162,7 @@ class Case:
       minimum_bytes: every input that the result depends on read once, every output written once.
       moved_bytes: what the kernel's programs load and store, re-reads and partial sums included.
       flops: multiplications and additions of the algorithm, without padding.
+      in_place: operands that the first outputs replace, in their memory where they are donated.
     """
 
     op: str
@@ -168,6 +172,7 @@ class Case:
     minimum_bytes: int
     moved_bytes: int
     flops: int
+    in_place: tuple[int, ...] = ()
 
     def abstract_operands(self) -> tuple:
         """Shapes and dtypes of the operands."""

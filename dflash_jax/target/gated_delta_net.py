@@ -48,13 +48,17 @@ class GatedDeltaNet(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T H"],
-        recurrent: Float[Array, "B Hv Dk Dv"],
+        recurrent: Float[Array, "B Hv Dk Dv"] | Float[Array, "L B Hv Dk Dv"],
         conv: Float[Array, "B w C"],
         live: Int[Array, "B"],
         *,
         record: bool,
+        layer: int | None = None,
     ):
         """Mixes the first `live[b]` columns of each row.
+
+        Args:
+          layer: which of the L layers `recurrent` holds is this one's; None: it has no such axis.
 
         Returns:
           `(out, records)` with `record`: the state is only read, and `records` is one layer of
@@ -83,10 +87,13 @@ class GatedDeltaNet(nn.Module):
         beta = jax.nn.sigmoid(beta)
 
         if record:
-            output = gated_delta_rule.verify(query, key, value, g, beta, recurrent, live)
+            output = gated_delta_rule.verify(
+                query, key, value, g, beta, recurrent, live, layer=layer
+            )
             after = GDNRecords(key, value, g, beta, columns)
         else:
-            output, state = gated_delta_rule.prefill(query, key, value, g, beta, recurrent, live)
+            before = recurrent if layer is None else recurrent[layer]
+            output, state = gated_delta_rule.prefill(query, key, value, g, beta, before, live)
             after = (state, advance_conv(conv, columns, live))
 
         # This norm stores its gain itself and comes before the gate.

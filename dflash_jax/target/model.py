@@ -93,8 +93,8 @@ class TextStack(nn.Module):
                 values.append(value)
             else:
                 at = len(gdn)
-                before = (cache.gdn.recurrent[at], cache.gdn.conv[at])
-                x, after = layer(x, partial(_mix_gdn, *before, live, record))
+                before = (cache.gdn.recurrent, cache.gdn.conv[at])
+                x, after = layer(x, partial(_mix_gdn, *before, live, record, at))
                 gdn.append(after)
             if index in tap_ids:
                 taps[index] = x
@@ -121,8 +121,8 @@ def _mix_attention(rotary, attend, mixer, x):
     return out, (key, value)
 
 
-def _mix_gdn(recurrent, conv, live, record, mixer, x):
-    return mixer(x, recurrent, conv, live, record=record)
+def _mix_gdn(recurrent, conv, live, record, layer, mixer, x):
+    return mixer(x, recurrent, conv, live, record=record, layer=layer)
 
 
 class TargetModel(nn.Module):

@@ -9,6 +9,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.triton_call import padded_size
 
 NUM_WARPS = 4
@@ -46,6 +47,7 @@ def candidate_selector(
             "pip install 'dflash-jax[gpu]'"
         ) from error
 
+    _repair(jax_triton.triton_lib)
     rows, columns, ranks = scores.shape
     outputs = (
         jax.ShapeDtypeStruct((rows, columns), jnp.int32),
@@ -55,6 +57,12 @@ def candidate_selector(
     # Renamed in jax-triton 0.4.
     parameters = inspect.signature(jax_triton.triton_call).parameters
     out = {"out_type" if "out_type" in parameters else "out_shape": outputs}
+    if "backend_options" in parameters:
+        # What CUDA 12.9 assembles; by default `triton` writes the version of its own assembler.
+        out["backend_options"] = {"ptx_version": 88}
+    # Of the device that is traced for, which need not be here: 9.0 is passed as 90.
+    if (capability := compute_capability()) is not None:
+        out["compute_capability"] = round(10 * capability)
     return jax_triton.triton_call(
         scores.astype(jnp.float32),
         candidates.astype(jnp.int32),
@@ -69,4 +77,18 @@ def candidate_selector(
         num_warps=NUM_WARPS,
         **out,
         **sizes(scores, projected, predecessor),
+    )
+
+
+def _repair(library) -> None:
+    """Lets jax-triton 0.4.1 run under jit on JAX 0.12.
+
+    There JAX calls a primitive's rule for dead code with (used outputs, live inputs, equation);
+    that version's rule takes the first and the last, and raises TypeError. A no-op elsewhere.
+    """
+    rule = getattr(library, "_triton_kernel_call_dce_rule", None)
+    if rule is None or list(inspect.signature(rule).parameters) != ["used_outs", "eqn"]:
+        return
+    library.pe.dce_rules[library.triton_kernel_call_p] = lambda used_outs, *rest: rule(
+        used_outs, rest[-1]
     )

@@ -60,4 +60,5 @@ def cases() -> Iterator[Case]:
                     ),
                     # Squares and their sum, gain and inverse root, two products and a sum.
                     flops=numbers * (2 + 2 + 3),
+                    in_place=(3, 4),
                 )

@@ -57,15 +57,35 @@ def prefill(query, key, value, g, beta, state, live, *, implementation: str | No
     return function(query, key, value, g, beta, state, live)
 
 
-def verify(query, key, value, g, beta, state, live, *, implementation: str | None = None):
+def verify(
+    query,
+    key,
+    value,
+    g,
+    beta,
+    state,
+    live,
+    *,
+    layer: int | None = None,
+    implementation: str | None = None,
+):
     """Outputs `[B, T, Hv, Dv]` float32 of the live columns; dead columns give zero.
 
-    `state` is read only: what Fold needs is the inputs themselves (key, value, g, beta). The XLA
-    form loops to the longest row and has no reverse-mode gradient; `prefill` has.
+    `state` is read only: what Fold needs is the inputs themselves (key, value, g, beta). With
+    `layer` it is the state of all layers `[L, B, Hv, Dk, Dv]`, of which that one is read: a GPU
+    kernel cannot take a slice without a copy of it. The XLA form loops to the longest row and has
+    no reverse-mode gradient; `prefill` has.
     """
-    _check(query, key, value, g, beta, state, live)
+    if layer is None:
+        state, layer = state[None], 0
+    if not 0 <= layer < state.shape[0]:
+        raise ValueError(
+            f"gated_delta_rule.verify: layer is {layer}, expected 0..{state.shape[0] - 1}"
+        )
+    of_layer = jax.ShapeDtypeStruct(state.shape[1:], state.dtype)
+    _check(query, key, value, g, beta, of_layer, live)
     function = dispatch.choose("gated_delta_rule.verify", _VERIFY, implementation)
-    return function(query, key, value, g, beta, state, live)
+    return function(query, key, value, g, beta, state, live, layer=layer)
 
 
 def fold(

@@ -16,7 +16,8 @@ _PREFILL = 2048  # tokens of a chunk of the prompt
 
 
 def _operands(key, target: Target, rows, tokens, dtype, part):
-    lead = (target.gdn_layers, rows) if part == "fold" else (rows,)
+    stacked = (target.gdn_layers, rows)
+    lead = stacked if part == "fold" else (rows,)
     keys = jax.random.split(key, 6)
     heads, dim = target.gdn_value_heads, target.gdn_head_dim
     query, record = (
@@ -25,7 +26,9 @@ def _operands(key, target: Target, rows, tokens, dtype, part):
     value = jax.random.normal(keys[2], (*lead, tokens, heads, dim), dtype)
     g = -jax.random.exponential(keys[3], (*lead, tokens, heads))
     beta = jax.random.uniform(keys[4], (*lead, tokens, heads))
-    state = jax.random.normal(keys[5], (*lead, heads, dim, dim))
+    # Verify takes its layer out of the stack itself.
+    before = (rows,) if part == "prefill" else stacked
+    state = jax.random.normal(keys[5], (*before, heads, dim, dim))
     live = jnp.full(rows, tokens, jnp.int32)
     if part == "fold":
         return state, record, value, g, beta, live
@@ -67,13 +70,18 @@ def _case(geometry, rows, tokens, part) -> Case:
     return Case(
         op=f"gated_delta_rule.{part}",
         shape=f"{geometry.name} B={rows}",
-        run={"verify": verify, "fold": fold, "prefill": prefill}[part],
+        run={
+            "verify": functools.partial(verify, layer=target.gdn_layers - 1),
+            "fold": fold,
+            "prefill": prefill,
+        }[part],
         operands=functools.partial(
             _operands, target=target, rows=rows, tokens=tokens, dtype=dtype, part=part
         ),
         minimum_bytes=minimum,
         moved_bytes=moved,
         flops=flops,
+        in_place=(0,) if part == "fold" else (),
     )
 
 

@@ -40,13 +40,10 @@ class _Strip:
         self.column = pl.program_id(0) * STRIP + jnp.arange(STRIP)
         self.on_channel, self.on_column = self.channel < key_dim, self.column < value_dim
 
-    def state(self):
-        """Index and mask of the `[Dk, STRIP]` tile in `[R, Hv, Dk, Dv]`."""
-        index = (self.row, self.head, self.channel[:, None], self.column[None, :])
+    def state(self, *layer):
+        """Index and mask of the `[Dk, STRIP]` tile in `[R, Hv, Dk, Dv]`, or of one layer of it."""
+        index = (*layer, self.row, self.head, self.channel[:, None], self.column[None, :])
         return index, self.on_channel[:, None] & self.on_column[None, :]
-
-    def load_state(self, ref):
-        return load(ref, *self.state())
 
     def load_key(self, ref, t):
         return load(ref, (self.row, t, self.key_head, self.channel), self.on_channel)
@@ -65,9 +62,9 @@ class _Strip:
         store(ref, (self.row, t, self.head, self.column), output, self.on_column)
 
 
-def _verify_kernel(query, key, value, g, beta, state, live, output):
+def _verify_kernel(query, key, value, g, beta, state, live, output, *, layer):
     # query, key [B, W, Hk, Dk]; value, output [B, W, Hv, Dv]; g, beta [B, W, Hv]
-    # state [B, Hv, Dk, Dv]; live [B]
+    # state [L, B, Hv, Dk, Dv]; live [B]
     strip = _Strip(key, value)
 
     def step(t, state):
@@ -83,7 +80,7 @@ def _verify_kernel(query, key, value, g, beta, state, live, output):
         return carry
 
     live = live[strip.row]
-    jax.lax.fori_loop(0, live, step, strip.load_state(state))
+    jax.lax.fori_loop(0, live, step, load(state, *strip.state(layer)))
     jax.lax.fori_loop(live, value.shape[1], clear, 0)
 
 
@@ -99,16 +96,16 @@ def _fold_kernel(before, key, value, g, beta, count, state, *, rows):
         def step(t, state):
             return transition(state, strip.load_column(key, value, g, beta, t), total)
 
-        folded = jax.lax.fori_loop(0, count, step, strip.load_state(state))
         index, mask = strip.state()
+        folded = jax.lax.fori_loop(0, count, step, load(state, index, mask))
         store(state, index, folded, mask)
 
 
-def verify(query, key, value, g, beta, state, live, *, interpret=False):
+def verify(query, key, value, g, beta, state, live, *, layer, interpret=False):
     """See `api.verify`."""
     rows, _, value_heads, value_dim = value.shape
     return triton_call(
-        _verify_kernel,
+        functools.partial(_verify_kernel, layer=layer),
         name="gated_delta_verify",
         out_shape=jax.ShapeDtypeStruct(value.shape, jnp.float32),
         grid=(pl.cdiv(value_dim, STRIP), value_heads, rows),

@@ -28,9 +28,9 @@ def prefill(query, key, value, g, beta, state, live):
     return jnp.moveaxis(outputs, 0, 1), state
 
 
-def verify(query, key, value, g, beta, state, live):
+def verify(query, key, value, g, beta, state, live, *, layer):
     """Outputs of every live column; see `api.verify`."""
-    return prefill(query, key, value, g, beta, state, live)[0]
+    return prefill(query, key, value, g, beta, state[layer], live)[0]
 
 
 def fold(state, key, value, g, beta, count):

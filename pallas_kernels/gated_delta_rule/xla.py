@@ -21,7 +21,7 @@ def _at(x, i):
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
 
 
-def verify(query, key, value, g, beta, state, live):
+def verify(query, key, value, g, beta, state, live, *, layer):
     """See `api.verify`. The committed state enters and is not returned.
 
     Runs `max(live)` steps, like Fold: a scan over a single column would be inlined into its
@@ -42,7 +42,7 @@ def verify(query, key, value, g, beta, state, live):
         )
 
     outputs = jnp.zeros((value.shape[1], value.shape[0], *value.shape[2:]), jnp.float32)
-    _, outputs = jax.lax.fori_loop(0, jnp.max(live), step, (state, outputs))
+    _, outputs = jax.lax.fori_loop(0, jnp.max(live), step, (state[layer], outputs))
     outputs = jnp.moveaxis(outputs, 0, 1)
     on = jnp.arange(value.shape[1]) < live[:, None]
     return jnp.where(on[:, :, None, None], outputs, 0.0)

@@ -13,11 +13,12 @@ from pallas_kernels.streamed_attention import counts
 _TREE_COLUMNS = 16  # a tree of the width that pays at batch 1
 
 
-def _operands(key, *, rows, tokens, heads, kv_heads, dim, context, page, dtype, tree):
+def _operands(key, *, rows, tokens, heads, kv_heads, dim, context, layers, page, dtype, tree):
     keys = jax.random.split(key, 6)
     per_row = context // page
     block = (rows, tokens, kv_heads, dim)
-    pool = (1, rows * per_row, page, kv_heads, dim)
+    # All layers are in one pool, whose offsets may then need 64 bits.
+    pool = (layers, rows * per_row, page, kv_heads, dim)
     table = jax.random.permutation(keys[5], rows * per_row).reshape(rows, per_row)
     operands = (
         jax.random.normal(keys[0], (rows, tokens, heads, dim), dtype),
@@ -40,8 +41,9 @@ def _operands(key, *, rows, tokens, heads, kv_heads, dim, context, page, dtype, 
 
 def _run(*operands, causal, implementation=None):
     arrays, ancestors = operands[:8], (operands[8] if len(operands) > 8 else None)
+    layer = arrays[3].shape[0] - 1
     return paged_attention(
-        *arrays, layer=0, causal=causal, ancestors=ancestors, implementation=implementation
+        *arrays, layer=layer, causal=causal, ancestors=ancestors, implementation=implementation
     )
 
 
@@ -60,7 +62,14 @@ def _case(geometry, label, rows, tokens, model, causal=True, tree=False) -> Case
         op=f"paged_attention.{label}",
         shape=f"{geometry.name} B={rows}",
         run=functools.partial(_run, causal=causal),
-        operands=functools.partial(_operands, **shape, page=geometry.page, dtype=dtype, tree=tree),
+        operands=functools.partial(
+            _operands,
+            **shape,
+            layers=model.full_layers,
+            page=geometry.page,
+            dtype=dtype,
+            tree=tree,
+        ),
         minimum_bytes=minimum,
         moved_bytes=moved,
         flops=flops,

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import cuda_compile
+from pallas_kernels import cuda_compile, cuda_topology, registry
 from pallas_kernels.candidate_selector import candidate_selector
 from pallas_kernels.candidate_selector.triton import NUM_WARPS, sizes
 from pallas_kernels.shapes import GEOMETRIES
-from tests.pallas_kernels.tools import needs_triton
+from tests.pallas_kernels.tools import needs_plugin, needs_triton
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = (
@@ -146,6 +146,18 @@ def test_compiles_at_real_shapes(gpu, geometry, tmp_path, monkeypatch):
     )
     assert facts.spill_bytes == 0
     assert facts.shared_bytes <= gpu.shared_bytes
+
+
+@needs_triton
+@needs_plugin
+@pytest.mark.parametrize("gpu", [cuda_compile.A100, cuda_compile.H200], ids=lambda g: g.device_kind)
+def test_runs_inside_a_program(gpu):
+    """As called: through jax-triton, under jit, compiled by XLA."""
+    pytest.importorskip("jax_triton")
+    (op,) = (c for c in registry.CASES["candidate_selector"]() if c.shape == "27b-dflash2 B=8")
+    run = functools.partial(op.run, implementation="triton")
+    compiled = cuda_topology.compile_program(run, *op.abstract_operands(), gpu=gpu)
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call') == 1
 
 
 def test_missing_packages_are_named():

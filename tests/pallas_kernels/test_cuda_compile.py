@@ -91,7 +91,7 @@ def test_kernels_are_found_inside_control_flow():
 
 @needs_triton
 def test_spills_and_tensor_cores_are_seen():
-    x, y = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
+    x, y = jnp.ones((128, 32), jnp.bfloat16), jnp.ones((32, 128), jnp.bfloat16)
     (kernel,) = cuda_compile.kernels(
         cuda_compile.lower(lambda x, y: _product(x, y, num_warps=1), x, y, gpu=A100)
     )

@@ -121,6 +121,18 @@ class GatedDeltaRuleCases:
                     folded = self.fold(*(arg[None] for arg in (state, *narrow[1:])), live)
                     np.testing.assert_allclose(folded[0], x[f"{case}.rec_state"], **CLOSE)
 
+    def test_verify_reads_one_layer_of_a_stack(self, rng):
+        *tokens, state = inputs(rng, 2, 4)
+        live = np.array([4, 3], np.int32)
+        expected = self.verify(*tokens, state, live)
+        for layer in range(3):
+            stack = np.full((3, *state.shape), np.nan, np.float32)
+            stack[layer] = state
+            verify = functools.partial(
+                gated_delta_rule.verify, layer=layer, implementation=self.implementation
+            )
+            np.testing.assert_array_equal(jax.jit(verify)(*tokens, stack, live), expected)
+
     def test_head_ratios(self, rng):
         live = np.array([8, 5, 1, 0], np.int32)
         for shape in self.shapes:
@@ -469,5 +481,8 @@ def test_shapes_are_checked(rng):
         gated_delta_rule.prefill(three, three, value, g, beta, state, live)
     with pytest.raises(ValueError, match=r"state has shape \(1, 4, 8, 16\)"):
         gated_delta_rule.verify(query, key, value, g, beta, state.swapaxes(2, 3), live)
+    with pytest.raises(ValueError, match=r"layer is 2, expected 0\.\.1"):
+        stack = np.stack([state, state])
+        gated_delta_rule.verify(query, key, value, g, beta, stack, live, layer=2)
     with pytest.raises(ValueError, match="layer axes differ"):
         gated_delta_rule.fold(state[None], *(np.stack([x, x]) for x in (key, value, g, beta)), live)

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import cuda_compile
+from pallas_kernels import cuda_compile, cuda_topology
 
 _MISSING = cuda_compile.missing_tools()
 needs_triton = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+_MISSING = cuda_topology.missing_plugin()
+needs_plugin = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 
 def attention_gradients(function, tensors, rest, layer):

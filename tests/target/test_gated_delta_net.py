@@ -207,11 +207,11 @@ def test_fold_of_the_records_is_the_verify_inside_the_module(config, case, monke
     axes = jnp.eye(key_dim) * 1024
     probes = []
 
-    def probing(query, key, value, g, beta, state, live):
+    def probing(query, *rest, **options):
         for axis in axes:
             along = jnp.broadcast_to(axis, query.shape)
-            probes.append(gated_delta_rule.verify(along, key, value, g, beta, state, live))
-        return gated_delta_rule.verify(query, key, value, g, beta, state, live)
+            probes.append(gated_delta_rule.verify(along, *rest, **options))
+        return gated_delta_rule.verify(query, *rest, **options)
 
     class Probed:
         verify = staticmethod(probing)
