@@ -16,9 +16,10 @@ from dflash_jax.training import corpus
 from experiments.configs import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPTS = ("build_proposal_head", "certify", "compare", "demo", "export_cases", "generate",
-           "kernel_report", "make_prompts", "profile_round", "serve_file", "train_draft",
-           "train_target")  # fmt: skip
+SCRIPTS = ("branch", "build_proposal_head", "certify", "compare", "compile_round",
+           "context_figures", "demo", "device_check", "export_cases", "generate",
+           "kernel_report", "make_prompts", "plan_memory", "profile_round", "serve_file",
+           "train_draft", "train_target")  # fmt: skip
 
 
 def objects(text: str) -> list[dict]:

@@ -55,9 +55,9 @@ def test_results_come_as_they_are_done_and_a_run_is_taken_up(
 ):
     assert serve(f"--compilation_cache={cache_dir}") == 0
     kept = [path.name for path in cache_dir.iterdir()]
-    for program in ("admit", "prefill", "choose_anchor", "speculate", "commit"):
+    for program in ("install", "prefill", "choose_anchor", "speculate", "commit"):
         assert any(name.startswith(f"jit_{program}-") for name in kept), program
-    assert "compiled commit" in capsys.readouterr().err
+    assert "compiled write_pages" in capsys.readouterr().err
     first = results(tmp_path)
     order = [row["id"] for row in first]
     assert sorted(order) == ["hot", "long", "short", "stopped"] and order[0] == "short"
