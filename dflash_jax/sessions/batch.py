@@ -101,10 +101,10 @@ class Batch:
                 copied = (image.lease.pages[len(shared)], lease.pages[len(shared)])
             dense = image.dense
         else:
-            parts = None if origin is None else origin.parts()
-            lease = allocator.lease(growth)
+            lease = allocator.lease(growth)  # before anything is copied or read from disk
             dense = self.blank
-            if parts is not None:
+            if origin is not None:
+                parts = origin.parts()
                 dense = dense_from(parts)
                 self._write_pages(lease.pages[: allocator.pages_for(frontier)], parts)
         self.release(row)
@@ -151,8 +151,8 @@ class Batch:
         Raises:
           OutOfPagesError: too few pages are free.
         """
-        parts = checkpoint.parts()
         lease = self.allocator.lease(self.allocator.pages_for(checkpoint.frontier))
+        parts = checkpoint.parts()
         self._write_pages(lease.pages, parts)
         return DeviceImage(self, lease, jax.device_put(dense_from(parts)))
 

@@ -60,11 +60,6 @@ class Record:
         """Tokens at positions `[0, F)`: with the fingerprint the identity of the state."""
         return (self.prompt + self.tokens)[: self.frontier]
 
-    @property
-    def anchor(self) -> int:
-        """x_F; 0 where it is not chosen yet."""
-        return self.tokens[-1] if self.tokens else 0
-
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -106,8 +101,8 @@ class Checkpoint:
         self.record = record
         self.pinned = False
         self.last_used = 0
-        self.path = None if path is None else pathlib.Path(path).absolute()
         self._image = image
+        self._lies_at(path)
 
     @property
     def tier(self) -> str:
@@ -156,15 +151,14 @@ class Checkpoint:
         """Moves it to the folder `path`; without writing where it lies there already."""
         if self.path != pathlib.Path(path).absolute():
             self.save(path, overwrite=True)
-            self.path = pathlib.Path(path).absolute()
+            self._lies_at(path)
         self._image = None
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of its folder, where it has one that is its own."""
-        if self.path is None:
-            return 0
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+    def _lies_at(self, path: str | os.PathLike[str] | None) -> None:
+        """Notes its folder, None for none, and the bytes there, which never change."""
+        self.path = None if path is None else pathlib.Path(path).absolute()
+        files = () if self.path is None else self.path.rglob("*")
+        self.disk_bytes = sum(file.stat().st_size for file in files if file.is_file())
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Writes it to the folder `path`, all or nothing; it stays where it is as well.

@@ -178,10 +178,11 @@ class Contexts:
         if checkpoint.tier == "disk" and not checkpoint.path.exists():
             raise StoreError(f"{checkpoint.path}: the checkpoint's files are gone")
         older = self._kept.get(checkpoint.record.processed)
-        if older is not checkpoint:
+        if older is checkpoint:
+            self.touch(checkpoint)
+        else:
             self._drop(older)
             self._add(checkpoint)
-        self.touch(checkpoint)
         self.balance()
 
     def drop(self, checkpoint: Checkpoint) -> None:

@@ -66,11 +66,7 @@ class DeviceImage:
         batch = self._batch()
         if batch is None:
             raise ValueError("the engine of a checkpoint on the device is gone, and it with it")
-        parts = {"hidden": self.dense.hidden}
-        parts |= {f"gdn.{name}": array for name, array in self.dense.gdn._asdict().items()}
-        if self.dense.ring is not None:
-            parts |= {f"ring.{name}": array for name, array in self.dense.ring._asdict().items()}
-        parts = jax.device_get(parts)
+        parts = jax.device_get(_named(self.dense))
         for name, pages in zip(STORES, batch.read_pages(self.lease.pages), strict=False):
             for field, array in pages._asdict().items():
                 layers, count, size, *rest = array.shape
@@ -84,6 +80,15 @@ class DeviceImage:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.dense))
 
 
+def _named(dense: Dense) -> dict[str, jax.Array]:
+    """The reverse of `dense_from`."""
+    named = {"hidden": dense.hidden}
+    named |= {f"gdn.{name}": array for name, array in dense.gdn._asdict().items()}
+    if dense.ring is not None:
+        named |= {f"ring.{name}": array for name, array in dense.ring._asdict().items()}
+    return named
+
+
 def dense_from(parts: Parts) -> Dense:
     """The arrays of an image that lie in no page."""
     ring = None
@@ -95,15 +100,10 @@ def dense_from(parts: Parts) -> Dense:
 
 def expected_parts(batch: Owner, frontier: int) -> dict[str, PartSpec]:
     """The parts that a sequence of this batch has at a frontier."""
-    dense = batch.blank
-    arrays = {f"gdn.{name}": array for name, array in dense.gdn._asdict().items()}
-    arrays["hidden"] = dense.hidden
-    at_frontier = (frontier, frontier)
-    specs = {name: _spec(array.shape, array.dtype, at_frontier) for name, array in arrays.items()}
-    if dense.ring is not None:
-        live = (max(0, frontier - dense.ring.slots), frontier)
-        for name, array in dense.ring._asdict().items():
-            specs[f"ring.{name}"] = _spec(array.shape, array.dtype, live)
+    ring, specs = batch.blank.ring, {}
+    for name, array in _named(batch.blank).items():
+        first = max(0, frontier - ring.slots) if name.startswith("ring.") else frontier
+        specs[name] = _spec(array.shape, array.dtype, (first, frontier))
     for store, pool in zip(STORES, batch.pools, strict=False):
         layers, _, _, *rest = pool.key.shape
         for name in ("key", "value"):

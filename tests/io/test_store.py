@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pathlib
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -153,7 +152,6 @@ def _save_for_ever(path, ready) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE") or os.name != "posix", reason="POSIX")
 def test_killed_in_the_middle_of_a_save(tmp_path, caplog):
     """Fifty times, at moments drawn at random: a whole version is there, and half ones are told."""
     context = multiprocessing.get_context("forkserver")
