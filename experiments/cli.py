@@ -28,6 +28,14 @@ def run(main: Callable[[], None]) -> None:
     app.run(guarded)
 
 
+def exit_on(failures: list[str]) -> None:
+    """Prints what a check found wrong, a line each, and ends with exit code 1 if there is any."""
+    for text in failures:
+        print(f"failed: {text}", file=sys.stderr)
+    if failures:
+        sys.exit(1)
+
+
 def read_text(path: str | pathlib.Path) -> str:
     """A UTF-8 file; one in another encoding is a ValueError that names it."""
     try:

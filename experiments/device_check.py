@@ -16,7 +16,6 @@ left out, and said so; --parts then runs the rest alone.
 The exit code is 1 where a kernel is wrong or something was left out, 2 without a fitting GPU.
 """
 
-import sys
 
 import jax
 from absl import flags
@@ -35,10 +34,7 @@ def main() -> None:
     plan = make(_PARTS.value)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
     failures = device_plan.run(plan, lambda line: print(line, flush=True), _LIMIT_S.value)
-    for text in failures:
-        print(f"failed: {text}", file=sys.stderr)
-    if failures:
-        sys.exit(1)
+    cli.exit_on(failures)
     print("everything was checked")
 
 

@@ -39,11 +39,7 @@ def main() -> None:
     kernel_figures.print_report(console, rows)
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
-    wrong = [text for row in rows for text in row["failures"]]
-    for text in wrong:
-        print(f"failed: {text}", file=sys.stderr)
-    if wrong:
-        sys.exit(1)
+    cli.exit_on([text for row in rows for text in row["failures"]])
 
 
 if __name__ == "__main__":
