@@ -107,6 +107,7 @@ def prepare(
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | Sequence[int] = 0,
     ignore_eos: bool = False,
+    max_context: int | None = None,
 ) -> Job:
     """Checks the arguments of `generate` and lays the batch out.
 
@@ -126,11 +127,21 @@ def prepare(
         seed = [seed + index for index in range(len(rows))]
     seeds = [value % 2**32 for value in _per_row("seed", seed, len(rows), int)]
 
-    padded = np.zeros((len(rows), _round_up(max(map(len, rows)), CAPACITY_BUCKET)), np.int32)
+    longest = max(map(len, rows))
+    buffer = _round_up(max_new_tokens, BUDGET_BUCKET)
+    if max_context is None:
+        columns = _round_up(longest, CAPACITY_BUCKET)
+        capacity = _round_up(columns + buffer, CAPACITY_BUCKET)
+    elif longest + max_new_tokens > max_context:
+        raise ValueError(
+            f"max_context: got {max_context}, expected at least {longest + max_new_tokens} "
+            f"(a prompt of {longest} and max_new_tokens {max_new_tokens})"
+        )
+    else:
+        columns = capacity = _round_up(max_context, CAPACITY_BUCKET)
+    padded = np.zeros((len(rows), columns), np.int32)
     for index, tokens in enumerate(rows):
         padded[index, : len(tokens)] = tokens
-    buffer = _round_up(max_new_tokens, BUDGET_BUCKET)
-    capacity = _round_up(padded.shape[1] + buffer, CAPACITY_BUCKET)
     stop_ids = () if ignore_eos else pair.eos_token_ids
     return Job(
         spec=spec,
@@ -164,6 +175,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | Sequence[int] = 0,
     ignore_eos: bool = False,
+    max_context: int | None = None,
 ) -> list[Generation]:
     """Generates from one prompt or a batch of up to 8; nothing leaves the device in between.
 
@@ -177,6 +189,8 @@ def generate(
       sampling: one for all rows or one per row; greedy by default.
       seed: a number s gives row i the seed s + i; a list gives each row its own.
       ignore_eos: stop ids are published like any token.
+      max_context: tokens of prompt and output that a row holds, so that batches of any lengths up
+        to it share one compiled program; None is the smallest bucket that holds this batch.
 
     Returns:
       One `Generation` per prompt.
@@ -194,6 +208,7 @@ def generate(
         sampling=sampling,
         seed=seed,
         ignore_eos=ignore_eos,
+        max_context=max_context,
     )
     _, progress = job.decode(job.prefill())
     return read_results(pair, job, progress)

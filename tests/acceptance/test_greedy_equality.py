@@ -73,7 +73,12 @@ def run(pair: Pair, draft_tokens: int, rows: int, indices: range):
         batch = [prompts()[index] for index in indices[start : start + rows]]
         filled = batch + batch[:1] * (rows - len(batch))  # the last batch keeps the compiled shape
         results += generate(
-            pair, filled, draft_tokens=draft_tokens, max_new_tokens=NEW, ignore_eos=True
+            pair,
+            filled,
+            draft_tokens=draft_tokens,
+            max_new_tokens=NEW,
+            ignore_eos=True,
+            max_context=700 + NEW,  # one compilation of each (width, batch size)
         )[: len(batch)]
     return results
 

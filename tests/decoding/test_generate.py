@@ -501,6 +501,26 @@ def test_one_compilation_per_phase_whatever_the_rows_hold(accepting):
     assert (prefill_prompts._cache_size(), decode._cache_size()) == before
 
 
+def test_a_stated_context_is_one_compilation_for_all_lengths():
+    """Prompts and budgets of other buckets, up to the last token that fits."""
+    pair, rng = tiny_pair("dflash2"), np.random.default_rng(0)
+
+    def texts(length, budget, **kwargs):
+        prompt = rng.integers(tiny.VOCAB, size=length).tolist()
+        kwargs |= dict(draft_tokens=7, max_new_tokens=budget)
+        (result,) = generate(pair, prompt, max_context=300, **kwargs)
+        (usual,) = generate(pair, prompt, **kwargs)
+        return result.tokens, usual.tokens
+
+    stated, usual = texts(3, 64)
+    assert stated == usual
+    before = prefill_prompts._cache_size(), decode._cache_size()
+    stated, usual = texts(259, 41)
+    assert stated == usual and len(stated) == 41
+    # Only the usual call, whose buckets are larger now, compiled anew.
+    assert (prefill_prompts._cache_size(), decode._cache_size()) == tuple(n + 1 for n in before)
+
+
 def test_nothing_leaves_the_device_inside_a_generation(accepting):
     def job():
         return prepare(
@@ -550,6 +570,7 @@ def test_prompts_that_are_refused(prompts, message):
         (dict(max_new_tokens=4, min_new_tokens=5), "min_new_tokens: got 5, expected 0..4"),
         (dict(sampling=[Sampling()] * 2), "sampling: got 2 values for 1 prompts"),
         (dict(seed=[1, 2]), "seed: got 2 values for 1 prompts"),
+        (dict(max_new_tokens=9, max_context=10), "max_context: got 10, expected at least 11"),
     ],
 )
 def test_arguments_that_are_refused(kwargs, message):
