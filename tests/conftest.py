@@ -49,6 +49,43 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+# Where rounding is the subject, or programs run for long, they are compiled as a user's are.
+# Everywhere else LLVM does without its optimisations: that takes a third off most files.
+_AS_USERS_RUN = (
+    "acceptance",
+    "decoding/test_generate.py",
+    "decoding/test_round.py",
+    "draft",
+    "pallas_kernels",
+    "sessions/test_engine.py",
+    "state",
+    "target",
+)
+# Coverage is asked of these packages and taken in their own tests; it slows tracing by a third.
+_COVERED = ("decoding", "draft", "sessions", "state", "target")
+
+
+def _is_under(path: pathlib.Path, parts: tuple[str, ...]) -> bool:
+    return any(path.relative_to(TESTS).is_relative_to(part) for part in parts)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler_effort(request):
+    quick = not _is_under(request.path, _AS_USERS_RUN)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))  # for tests' own processes
+    if jax.config.read("jax_disable_most_optimizations") != quick:
+        # Programs in memory do not say how they were compiled; those on disk do.
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", quick)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if not _is_under(item.path, _COVERED):
+                item.add_marker("no_cover")
+
+
 # Linux lets a process have 65,530 memory maps; every compiled kernel takes some, and a worker that
 # has run out aborts inside the compiler.
 _MANY_MAPS = 25_000
