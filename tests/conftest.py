@@ -56,7 +56,7 @@ _AS_USERS_RUN = (
     "decoding/test_generate.py",
     "decoding/test_round.py",
     "draft",
-    "pallas_kernels",
+    "pallas_kernels/test_gated_delta_rule.py",
     "sessions/test_engine.py",
     "state",
     "target",
