@@ -12,7 +12,6 @@ it, in another process too; nothing is processed again.
 import itertools
 import json
 
-import rich.console
 import rich.table
 from absl import flags
 
@@ -132,7 +131,7 @@ def main() -> None:
     )
     for row in rows:
         table.add_row(*(str(row[name]) for name in names))
-    console = rich.console.Console()
+    console = cli.table_console()
     console.print(table)
     for number, row in enumerate(rows, 1):
         console.print(f"\n{number}. seed {row['seed']}, T = {row['temperature']}", style="bold")

@@ -82,7 +82,7 @@ def main() -> None:
             *(partial(certify_greedy, pair, name, plain, prompts) for name, pair in pairs.items())
         )
     passed = correct_and_judge(checks)
-    console = rich.console.Console()
+    console = cli.table_console()
     show(console, checks)
     seconds = time.monotonic() - started
     console.print(

@@ -4,6 +4,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
+import rich.console
 from absl import app, logging
 
 
@@ -26,6 +27,12 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(2)
 
     app.run(guarded)
+
+
+def table_console() -> rich.console.Console:
+    """Prints as wide as the terminal, and wide enough for a table where the output is a file."""
+    console = rich.console.Console()
+    return console if console.is_terminal else rich.console.Console(width=160)
 
 
 def exit_on(failures: list[str]) -> None:

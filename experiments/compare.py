@@ -11,7 +11,6 @@ speed that the cost model tau / (c_v + c_d) predicts from them.
 import json
 import pathlib
 
-import rich.console
 from absl import flags
 
 from dflash_jax import load_pair
@@ -57,7 +56,7 @@ def main() -> None:
         context_dtype=_CONTEXT_DTYPE.value,
         proposal_head=_HEAD.value,
     )
-    show.print_comparison(rich.console.Console(), figures)
+    show.print_comparison(cli.table_console(), figures)
     if _JSON.value:
         text = json.dumps(show.without_nan(figures), indent=2, allow_nan=False)
         pathlib.Path(_JSON.value).write_text(text + "\n", "utf-8")

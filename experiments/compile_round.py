@@ -16,10 +16,8 @@ On two busy CPU cores the six compilations took seven minutes, most of it verify
 
 import json
 import pathlib
-import sys
 
 import jax
-import rich.console
 from absl import flags
 
 from experiments import cli, round_figures, round_programs
@@ -42,7 +40,7 @@ def main() -> None:
     rows = round_figures.measure(
         spec, _ROWS.value, _CONTEXT.value, gpus=_GPUS.value, programs=_PROGRAMS.value
     )
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+    console = cli.table_console()
     round_figures.print_report(console, rows)
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")

@@ -13,7 +13,6 @@ import tempfile
 import time
 
 import numpy as np
-import rich.console
 import rich.table
 from absl import flags
 
@@ -99,7 +98,7 @@ def main() -> None:
     table.columns[1].justify = "right"
     for name, value in figures.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
-    rich.console.Console().print(table)
+    cli.table_console().print(table)
 
 
 if __name__ == "__main__":

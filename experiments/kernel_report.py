@@ -14,9 +14,7 @@ Lowering needs JAX alone; the compilers come with `pip install 'dflash-jax[kerne
 
 import json
 import pathlib
-import sys
 
-import rich.console
 from absl import flags
 
 from experiments import cli, kernel_figures
@@ -34,8 +32,7 @@ def main() -> None:
         raise ValueError(f"{missing} (--lower_only reports what needs no compiler)")
     cases = kernel_figures.selected_cases(_OPS.value, _SHAPES.value)
     rows = [kernel_figures.figures(case, compiling=compiling) for case in cases]
-    # Wide enough for both tables where the output is a file.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+    console = cli.table_console()
     kernel_figures.print_report(console, rows)
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")

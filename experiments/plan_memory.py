@@ -11,7 +11,6 @@ import dataclasses
 import json
 import pathlib
 
-import rich.console
 import rich.table
 from absl import flags
 
@@ -76,7 +75,7 @@ def main() -> None:
         table.columns[1].justify = "right"
         for name, size in parts.items():
             table.add_row(name, f"{size / 2**20:,.1f}", end_section=name == "workspace")
-        rich.console.Console().print(table)
+        cli.table_console().print(table)
     if _DEVICE.value is not None:
         planned.check(int(_DEVICE.value * 2**30))
 

@@ -8,7 +8,6 @@ Rows are full and decode greedily (or at --temperature) from held-out prompts.
 import json
 import pathlib
 
-import rich.console
 import rich.table
 from absl import flags
 
@@ -45,7 +44,7 @@ def main() -> None:
         sampling=Sampling(_TEMPERATURE.value),
         rounds=_ROUNDS.value,
     )
-    rich.console.Console().print(table(figures))
+    cli.table_console().print(table(figures))
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
 
