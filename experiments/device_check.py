@@ -16,7 +16,6 @@ left out, and said so; --parts then runs the rest alone.
 The exit code is 1 where a kernel is wrong or something was left out, 2 without a fitting GPU.
 """
 
-
 import jax
 from absl import flags
 

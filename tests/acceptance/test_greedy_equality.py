@@ -25,7 +25,7 @@ from dflash_jax.target.model import TargetModel
 from dflash_jax.training import draft as draft_training
 from experiments.prompts import held_out_prompts
 
-PROMPTS, NEW = 64, 128
+PROMPTS, LONGEST, NEW = 64, 700, 128
 TIE = 1e-5
 WIDTHS, BATCHES = (1, 3, 7, 15), (1, 3, 8)
 DRAFTS = ("dflash", "dflash2", "random", "adversarial")
@@ -59,10 +59,10 @@ def pair_for(kind: str | None) -> Pair:
 @functools.cache
 def prompts() -> list[list[int]]:
     """64 held-out prompts whose lengths sweep 1 to 700 tokens."""
-    lengths = np.unique(np.round(np.geomspace(1, 700, PROMPTS)).astype(int))
+    lengths = np.unique(np.round(np.geomspace(1, LONGEST, PROMPTS)).astype(int))
     lengths = np.concatenate([lengths, np.arange(256 - 8, 256 + 8)])  # around the window
     lengths = np.resize(lengths, PROMPTS)
-    whole = held_out_prompts(pair_for(None).tokenizer, PROMPTS, 700)
+    whole = held_out_prompts(pair_for(None).tokenizer, PROMPTS, LONGEST)
     return [prompt[:length] for prompt, length in zip(whole, lengths, strict=True)]
 
 
@@ -78,7 +78,7 @@ def run(pair: Pair, draft_tokens: int, rows: int, indices: range):
             draft_tokens=draft_tokens,
             max_new_tokens=NEW,
             ignore_eos=True,
-            max_context=700 + NEW,  # one compilation of each (width, batch size)
+            max_context=LONGEST + NEW,  # one compilation of each (width, batch size)
         )[: len(batch)]
     return results
 
